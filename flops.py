@@ -23,7 +23,7 @@ planning/matmuls.py counts each matmul, as torch does. Only `--device=auto` impo
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 import config
@@ -116,9 +116,8 @@ class TrainingSetup:
 
 def setup_of(cfg: TrainConfig) -> TrainingSetup:
     """The setup of a run: what it trains, and what it computes again."""
-    names = "lora_rank lora_targets lora_last_blocks lora_train"
-    names += " activation_checkpointing recompute_every"
-    return TrainingSetup(**{name: getattr(cfg, name) for name in names.split()})
+    names = [field.name for field in fields(TrainingSetup) if field.name != "frozen"]
+    return TrainingSetup(**{name: getattr(cfg, name) for name in names})
 
 
 def adapted_blocks(cfg: MPTConfig, setup: TrainingSetup) -> range:
@@ -432,22 +431,18 @@ def params_table(cfg: MPTConfig, figures: dict) -> str:
 
 def convention_table(figures: dict) -> str:
     """Each convention's FLOPs, with the MFU and HFU, or the speed that would be an MFU of 100 %."""
-    peak = figures["peak_tflops"]
-    heads = ["convention", "GFLOP a token"]
-    if figures["tokens_per_second"]:
-        heads += ["TFLOP/s each", "MFU", "HFU"]
-    elif peak:
-        heads += ["tokens/s at MFU 100 %"]
+    peak, rate = figures["peak_tflops"], figures["tokens_per_second"]
     rows = []
     for name, row in figures["conventions"].items():
-        cells = [name, f"{row['flops_per_token'] / 1e9:,.3f}"]
-        if figures["tokens_per_second"]:
-            shares = [f"{row[share]:.2%}" if peak else "n/a" for share in ("mfu", "hfu")]
-            cells += [f"{row['tflops_per_device']:.2f}", *shares]
+        cells = {"convention": name, "GFLOP a token": f"{row['flops_per_token'] / 1e9:,.3f}"}
+        if rate:
+            cells["TFLOP/s each"] = f"{row['tflops_per_device']:.2f}"
+            cells["MFU"] = f"{row['mfu']:.2%}" if peak else "n/a"
+            cells["HFU"] = f"{row['hfu']:.2%}" if peak else "n/a"
         elif peak:
-            cells += [f"{peak * 1e12 / row['flops_per_token']:,.0f}"]
-        rows.append([*cells, row["formula"]])
-    return program.table([*heads, "counts"], rows)
+            cells["tokens/s at MFU 100 %"] = f"{peak * 1e12 / row['flops_per_token']:,.0f}"
+        rows.append({**cells, "counts": row["formula"]})
+    return program.table(rows[0], [row.values() for row in rows])
 
 
 def device_lines(figures: dict) -> str:

@@ -29,7 +29,6 @@ value for all or one for each. `--json` prints the rows of any answer for progra
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import config
 import devices
@@ -39,11 +38,6 @@ from planning import answer, budget, calibrate, memory, picture, search, step_ti
 from planning.answer import PlanArgs, Row
 from planning.fleet import fleet_of, with_flags
 from planning.search import LayoutArgs, Plan, Question
-
-GONE = {
-    "interleave": "fsdp_train.py has no interleaved pipeline stages",
-    "fp8_tflops": "fsdp_train.py has no fp8",
-}
 
 
 def main(argv: list[str]) -> None:
@@ -56,8 +50,7 @@ def main(argv: list[str]) -> None:
         return show_kinds(kinds)
     q, args = question(argv)
     if args.sweep_devices:
-        draw = picture.time_and_cost if args.price else picture.scaling
-        show_rows(answer.sweep(q, device_counts(args), args), args, draw)
+        show_rows(answer.sweep(q, device_counts(args), args), args)
     elif args.budget:
         show_budget(q, args)
     else:
@@ -70,9 +63,6 @@ def main(argv: list[str]) -> None:
 
 def question(argv: list[str]) -> tuple[Question, PlanArgs]:
     """The question that argv asks. UserError if its settings contradict each other."""
-    given = {flops.flag_name(text) for text in argv}
-    for name, reason in GONE.items():
-        require(name not in given, f"{reason}: remove --{name}")
     for word in argv:
         fix = f"--sweep_devices={word.partition('=')[2]} plans for several"
         several = flops.flag_name(word) == "devices" and "," in word
@@ -81,6 +71,7 @@ def question(argv: list[str]) -> tuple[Question, PlanArgs]:
     classes = (MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
     m, cfg, asked, args = config.load(memory.with_base(argv), *classes)
     files = [text for text in argv if not text.startswith("-")]
+    given = {flops.flag_name(text) for text in argv}
     require_one_question(cfg, args, files, given)
     if args.choose:
         asked = replace(asked, **{name: "auto" for name in search.OPEN if name not in given})
@@ -98,7 +89,7 @@ def question(argv: list[str]) -> tuple[Question, PlanArgs]:
         return Question(m, cfg, asked, fleet_of(args), trainer=trainer), args
     if args.device in devices.THIS_MACHINE and not args.machine:
         args = replace(args, device=calibrate.device_of(args.calibrate))
-    fleet, c = calibrate.from_file(args.calibrate, fleet_of(args), trainer)
+    _, fleet, c = calibrate.from_files([args.calibrate], fleet_of(args), trainer)
     return Question(m, cfg, asked, with_flags(fleet, args), c, trainer), args
 
 
@@ -112,10 +103,6 @@ def require_one_question(cfg: TrainConfig, args: PlanArgs, files: list[str], giv
     extra = files + [f"--{name}" for name in found_by_budget if name in given]
     problem = f"--budget finds the model and its tokens: remove {' '.join(extra)}"
     require(not (args.budget and extra), problem)
-    kinds = "a machine.json of `bench machine`, or a file of planning.calibrate --save"
-    fix = f"name a table (.csv) of `bench train`, {kinds}"
-    problem = f"no file {args.calibrate!r} to calibrate with: {fix}"
-    require(not args.calibrate or Path(args.calibrate).is_file(), problem)
 
 
 def require_one_length(m: MPTConfig, cfg: TrainConfig, args: PlanArgs) -> None:
@@ -144,18 +131,14 @@ def device_counts(args: PlanArgs) -> list[int]:
 # The answers
 
 
-def show_rows(rows: list[Row], args: PlanArgs, draw) -> None:
-    """Print rows as a table or as JSON. draw(rows, path) draws them if asked."""
+def show_rows(rows: list[Row], args: PlanArgs) -> None:
+    """Print rows as a table or as JSON, and draw them if asked."""
     if args.json:
         print(json.dumps([vars(row) for row in rows], indent=2))
     else:
-        planned = [row for row in rows if not row.problem]
-        run = f"{answer.number(planned[0].n_params / 1e9)}B parameters"
-        print(f"{run}, {answer.tokens_text(planned[0].tokens)}\n\n{answer.table(rows)}\n")
-        print("\n".join(answer.labelled("certainty", answer.certainty_lines(rows))))
-        print("\n".join(answer.labelled("assumed", answer.assumed_lines(rows))))
+        print(answer.text_of_rows(rows))
     if args.plot:
-        draw(rows, args.out)
+        picture.draw_rows(rows, args.out)
 
 
 def show_kinds(kinds: list[tuple[str, list[str]]]) -> None:
@@ -168,41 +151,39 @@ def show_kinds(kinds: list[tuple[str, list[str]]]) -> None:
         label = ", ".join(filter(None, [name, differs]))
         rows += [answer.planned_on(q, n, args, label) for n in device_counts(args)]
     require(not all(row.problem for row in rows), rows[0].problem)
-    show_rows(answer.with_best(rows), args, picture.time_and_cost)
+    show_rows(rows, args)
 
 
 def show_budget(q: Question, args: PlanArgs) -> None:
     """The models of budget.budget, and how the first is trained."""
+    rows = []
     trainings = budget.budget(q, args.budget)
-    labels = ("budget", "or smaller")
-    rows = [
-        answer.training_row(training, args, label)
-        for training, label in zip(trainings, labels, strict=False)
-    ]
+    for training, label in zip(trainings, ("budget", "or smaller"), strict=False):
+        of_run = replace(args, tokens=float(training.tokens))
+        rows.append(answer.row_of(training.plan, of_run, label))
     if args.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps([vars(row) for row in rows], indent=2))
         return
     below = [line for row in rows for line in answer.training_lines(row)]
-    args = replace(args, tokens=float(trainings[0].tokens))
-    print(answer.text(trainings[0].plan, args, below=below))
+    print(answer.text(rows[0], below=below))
 
 
 def show_plan(q: Question, args: PlanArgs, argv: list[str]) -> None:
     """The fastest plan in detail, and in a table the next ones and your settings as they are."""
-    plans = search.best(q, n=5)
+    first, *plans = search.best(q, n=5)
+    row = answer.row_of(first, args, "this plan")
+    others = [answer.row_of(plan, args, "next") for plan in plans]
     own = plan_of_settings(q, argv)
-    others = [answer.row_of(plan, args, "next") for plan in plans[1:]]
-    if own and answer.flags(own) != answer.flags(plans[0]):
+    if own and answer.flags(own) != row.flags:
         others.append(answer.row_of(own, args, "your settings"))
-    fixes = [] if plans[0].fits else search.what_fits(q)
+    fixes = [] if first.fits else search.what_fits(q)
     if args.json:
-        row = vars(answer.row_of(plans[0], args, "this plan"))
         more = {"others": [vars(other) for other in others], "would_fit": fixes}
-        print(json.dumps({**row, **answer.details(plans[0]), **more}, indent=2))
+        print(json.dumps({**vars(row), **more}, indent=2))
     else:
-        print(answer.text(plans[0], args, others, answer.labelled("would fit", fixes)))
+        print(answer.text(row, others, answer.labelled("would fit", fixes)))
     if args.plot:
-        picture.bytes_by_sharding(plans[0].m, plans[0].cfg, plans[0].fleet, args.out)
+        picture.bytes_by_sharding(first.m, first.cfg, first.fleet, args.out)
 
 
 def plan_of_settings(q: Question, argv: list[str]) -> Plan | None:

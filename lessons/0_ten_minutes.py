@@ -1,7 +1,4 @@
-"""Lesson 0. Ten minutes.
-
-`python -m lessons 0` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 0. Ten minutes."""
 
 # %% [markdown]
 # # Lesson 0. Ten minutes
@@ -16,16 +13,13 @@
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 import math
 import subprocess
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -38,7 +32,6 @@ from lifecycle import runlog
 STEPS = 20 if SHORT else 150
 SMALL = "--d_model=64 --n_layers=2 --tokenizer=bytes --vocab_size=257"
 SIZE = f"{SMALL} --warmup_steps=5 --eval_tokens=20000".split() if SHORT else []
-RUNS = ROOT / "runs" / "lessons"
 
 # %% [markdown]
 # ## 1. Train
@@ -60,16 +53,16 @@ RUNS = ROOT / "runs" / "lessons"
 # %%
 def train(name: str, *flags: str) -> Path:
     """Train the demo for STEPS steps with more flags. Returns the run folder."""
-    folder = RUNS / (f"0-short-{name}" if SHORT else f"0-{name}")
+    folder = Path("runs/lessons") / (f"0-short-{name}" if SHORT else f"0-{name}")
     program = [sys.executable, "fsdp_train.py", "configs/demo.py", *SIZE, *flags]
-    program += [f"--max_steps={STEPS}", f"--run_dir={folder.relative_to(ROOT)}"]
+    program += [f"--max_steps={STEPS}", f"--run_dir={folder}"]
     # The peak is not measured here. A finished run of another day is kept as NAME-1.
     program += ["--peak_tflops=auto", "--resume=again"]
     print("$ python", *program[1:], flush=True)
-    done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(program, cwd=pictures.ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout, end="")
     assert done.returncode == 0, f"{name} failed: the lines above say why"
-    return folder
+    return pictures.ROOT / folder
 
 
 base = train("base")
@@ -107,9 +100,8 @@ for path in sorted(base.iterdir()):
     print(f"  {path.name}{'/' * path.is_dir()}")
 launch = runlog.read_launches(base)[-1]
 print("\nlaunches.jsonl, some of the last line:")
-for name in ("time", "first_step", "torch", "ranks", "device"):
-    print(f"  {name:<12} {launch.get(name)}")
-print(f"  {'command':<12} {launch['command'][:60]} ...")
+for name in ("time", "first_step", "torch", "ranks", "device", "command"):
+    print(f"  {name:<18} {launch.get(name)!s:.60}")
 print("\nmetrics.jsonl, the last step:")
 for name in ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"):
     print(f"  {name:<18} {rows[-1][name]}")

@@ -1,7 +1,4 @@
-"""Lesson 1. The model.
-
-`python -m lessons 1` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 1. The model."""
 
 # %% [markdown]
 # # Lesson 1. The model
@@ -18,14 +15,10 @@
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 import math
 
 import torch
@@ -230,95 +223,32 @@ assert torch.equal(of_12[:8], attention.alibi_slopes(8))
 #
 # If all products q . k were equal, a head with slope s would take exp(-s n) of a key n
 # tokens back, relative to the newest one. The mean distance is then 1 / (exp(s) - 1),
-# about 1 / s. Is it so in a model that has not learned anything yet? It reads the text of
-# model.py; the distances are measured in the first layer and averaged over the last 64
-# queries.
-
-
-# %%
-def mean_distances(n_heads, n_tokens, n_queries=64):
-    """How far back each head of an untrained MPT looks on average, in tokens; (n_heads,)."""
-    small = MPTConfig(d_model=n_heads * 16, n_heads=n_heads, n_layers=1, vocab_size=V, alibi=True)
-    untrained = model.MPT(small)
-    model.init_weights(untrained, seed=1)
-    text = (ROOT / "model.py").read_bytes()[:n_tokens]
-    block = untrained.transformer.blocks[0]
-    x = untrained.transformer.wte(torch.tensor([list(text)]))  # (1, T, d)
-    q, k, _ = block.attn.Wqkv(block.norm_1(x)).view(n_tokens, 3, n_heads, 16).unbind(1)
-    means = torch.zeros(n_heads)
-    for head, slope in enumerate(attention.alibi_slopes(n_heads)):
-        for i in range(n_tokens - n_queries, n_tokens):
-            taken = weights_of_query(q[i, head], k[: i + 1, head], slope)
-            means[head] += taken @ torch.arange(i, -1.0, -1.0) / n_queries
-    return means
-
-
-n_tokens = 1024 if SHORT else 4096
-measured = {n_heads: mean_distances(n_heads, n_tokens) for n_heads in (8, 12)}
-print(f"8 heads, {n_tokens} tokens; mean distance in tokens")
-cells = []
-for slope, mean in zip(attention.alibi_slopes(8), measured[8], strict=True):
-    cells.append((f"{slope:.4f}", f"{1 / math.expm1(slope):.1f}", f"{mean:.1f}"))
-    assert 0.4 < mean * math.expm1(slope) < 2.5
-print(program.table(("slope s", "1 / (exp(s) - 1)", "measured"), cells))
-
-# %% [markdown]
-# The products of random weights add noise, which lets the steep heads see a little further.
-# The formula is for a text without end. A short one cuts the mean of the flattest head:
-# 1,024 tokens to about 234.5, while 4,096 give 255.5. So it is the slopes that decide.
-# Training can change that: with large q and k, a head can overrule its slope.
+# about 1 / s: 255.5 tokens for the flattest of 8 heads, 1.5 for the steepest. An untrained
+# model is close to that. Training can change it: with large q and k, a head can overrule
+# its slope.
 #
 # In the picture, left: the 12-head crosses 1 to 8 lie on the circles, 9 to 12 start again
-# higher. Middle: measured points beside the slope's line. Right: what each of 12 heads
-# takes from a score; the solid lines are those of 8 heads, too.
-
+# higher. Right: what each of 12 heads takes from a score; the solid lines are those of 8
+# heads, too.
 
 # %%
-def draw_biases(axes):
-    """The bias of each of 12 heads over the distance, a line with the head's number at its end."""
-    end, lowest = 60, 7.7
-    for number, slope in enumerate(attention.alibi_slopes(12).tolist(), 1):
-        style = "--" if number > 8 else "-"
-        axes.plot([0, end], [0, -slope * end], style, color="black", linewidth=1)
-        at = min(end, lowest / slope)
-        offset = (4, -3) if at == end else (-9 if number < 10 else -14, -5)
-        place = (at, -slope * at)
-        axes.annotate(str(number), place, offset, textcoords="offset points", fontsize=8)
-    axes.set(xlim=(0, 66), ylim=(-8, 0.2), xlabel="distance i - j (tokens)")
-    axes.set(ylabel="bias -slope * (i - j)", title="Bias of 12 heads (dashed: 9 to 12)")
+figure = Figure(figsize=(11, 4.8), layout="constrained")
+left, right = figure.subplots(1, 2)
+for n_heads, marker in ((8, "o"), (12, "x")):
+    look = {"label": f"{n_heads} heads", "color": "black", "fillstyle": "none"}
+    left.plot(range(1, n_heads + 1), attention.alibi_slopes(n_heads), marker, markersize=8, **look)
+left.set_yscale("log", base=2)
+left.set(title="Slope of each head", xlabel="head", ylabel="slope (score per token)")
+left.legend()
 
-
-def draw_slopes(axes):
-    """The slope of each head, for 8 and 12 heads."""
-    for n_heads, marker in ((8, "o"), (12, "x")):
-        heads = range(1, n_heads + 1)
-        look = {"label": f"{n_heads} heads", "color": "black", "fillstyle": "none"}
-        axes.plot(heads, attention.alibi_slopes(n_heads), marker, markersize=8, **look)
-    axes.set_yscale("log", base=2)
-    axes.set(title="Slope of each head", xlabel="head", ylabel="slope (score per token)")
-    axes.legend()
-
-
-def draw_distances(axes, measured):
-    """How far the heads of an untrained model see, beside what the slopes alone would give."""
-    s = torch.logspace(-8, -0.5, 100, base=2)
-    axes.plot(s, 1 / torch.expm1(s), color="0.6", label="the slope alone: 1 / (exp(s) - 1)")
-    for (n_heads, means), marker in zip(measured.items(), "ox", strict=True):
-        look = {"label": f"untrained, {n_heads} heads", "color": "black", "fillstyle": "none"}
-        axes.plot(attention.alibi_slopes(n_heads), means, marker, markersize=8, **look)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set(title="How far a head sees", xlabel="slope s (score per token)")
-    axes.set(ylabel="mean distance (tokens)")
-    axes.legend(fontsize=8)
-
-
-figure = Figure(figsize=(14, 4.8), layout="constrained")
-panels = figure.subplots(1, 3)
-draw_slopes(panels[0])
-draw_distances(panels[1], measured)
-draw_biases(panels[2])
-for axes in panels:
+end = 60  # tokens; each line has the head's number where it leaves the picture
+for number, slope in enumerate(of_12.tolist(), 1):
+    right.plot([0, end], [0, -slope * end], "--" if number > 8 else "-", color="black", linewidth=1)
+    at = min(end, 7.7 / slope)
+    right.annotate(str(number), (at, -slope * at), fontsize=8)
+right.set(xlim=(0, 66), ylim=(-8, 0.2), xlabel="distance i - j (tokens)")
+right.set(ylabel="bias -slope * (i - j)", title="Bias of 12 heads (dashed: 9 to 12)")
+for axes in (left, right):
     axes.grid(alpha=0.3)
 figure.suptitle("ALiBi: each head lowers the scores of distant keys, at its own rate")
 pictures.save(figure, "1-alibi")
@@ -539,19 +469,10 @@ assert all(flops.n_params(big) == totals[name] for name, big in columns.items())
 #
 # ## The exercise
 #
-# Write three functions in lessons/mine/1_the_model.py:
-#
-#     alibi_slopes        the slopes of any number of heads
-#     causal_attention    of all rows, heads and queries at once, also on a cache: Tq < Tk
-#     count_parameters    an MPT's parameters, exactly, from its sizes
-#
-#     python -m lessons check 1
-#
-# The first check creates the file. The checker puts your first two functions into
-# model.MPT in place of its own and runs it: the logits must stay the same to 1e-5. Your
-# count must be flops.py's for several models, among them MPT-7B. Loops (the code is
-# attention_by_loops in lessons/1_the_model.py) would be right, but slow: try to do without.
-# attention.py and flops.py hold a solution: read them when yours is right.
+# `python -m lessons check 1` puts lessons/mine/1_the_model.py there for you. Write in it the
+# slopes of any number of heads, attention of all rows, heads and queries at once, also on a
+# cache (Tq < Tk), and the exact number of an MPT's parameters. Loops in attention would be
+# right, but slow: try to do without. The checker runs a model.MPT with your functions in it.
 #
 # ## Three questions
 #
@@ -574,8 +495,8 @@ assert all(flops.n_params(big) == totals[name] for name, big in columns.items())
 # - Haviv et al., Transformer Language Models without Positional Encodings Still Learn
 #   Positional Information, 2022 (arXiv 2203.16634): on question 3
 #
-# In the project, after the exercise: model.py from `class Attention` down, attention.py and
-# flops.py. attention.py::with_alibi_columns writes -slope * (i - j) as slope * j: a softmax
+# In the project: model.py from `class Attention` down, attention.py and flops.py.
+# attention.py::with_alibi_columns writes -slope * (i - j) as slope * j: a softmax
 # does not change if all scores of a query grow by the same number, slope * i.
 
 # Scroll on for the answers.

@@ -1,7 +1,4 @@
-"""Lesson 2. The step.
-
-`python -m lessons 2` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 2. The step."""
 
 # %% [markdown]
 # # Lesson 2. The step
@@ -16,16 +13,11 @@
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 import math
-from types import SimpleNamespace
 
 import torch
 from matplotlib.figure import Figure
@@ -36,8 +28,10 @@ import loss
 import model as mpt
 import optim
 import processes
+import program
 from config import TrainConfig
-from lessons import answering, pictures, planted
+from lessons import pictures, planted
+from lessons.answers import measured
 
 # %% [markdown]
 # ## The loss of a token, and its gradient
@@ -109,26 +103,20 @@ def loss_and_gradients(loss_function, **keywords):
     return [total.detach(), *torch.autograd.grad(total, leaves)]
 
 
-def measured(*arguments, **keywords):
-    """(Its results, the most bytes that its tensors held at once)."""
-    module = SimpleNamespace(function=loss_and_gradients)
-    return answering.measure(module, "function", arguments, keywords)
-
-
 of_logits = 4 * N * V
-exact, all_at_once = measured(loss.reference_linear_cross_entropy)
-print(f"N = {N}, V = {V}: the logits take {of_logits / 1e6:.1f} MB")
-print(f"all at once         {all_at_once / 1e6:6.1f} MB")
-peaks = {}
+exact, all_at_once = measured(loss_and_gradients, loss.reference_linear_cross_entropy)
+held = {"the logits": of_logits, "all at once": all_at_once}
 for rows in (1024, 256, 64):
-    result, peaks[rows] = measured(loss.linear_cross_entropy, rows=rows)
-    print(f"chunks of {rows:4} rows {peaks[rows] / 1e6:6.1f} MB")
+    in_chunks = loss.linear_cross_entropy
+    result, held[f"chunks of {rows} rows"] = measured(loss_and_gradients, in_chunks, rows=rows)
     for got, expected in zip(result, exact, strict=True):
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
-anyway = 2 * 4 * (x.numel() + weight.numel())
-print(f"x, W, gradients     {anyway / 1e6:6.1f} MB")
-assert anyway > peaks[64] / 2
-assert all_at_once > 2 * of_logits and peaks[64] < of_logits / 2
+anyway = held["x, W, gradients"] = 2 * 4 * (x.numel() + weight.numel())
+in_megabytes = [(name, f"{n_bytes / 1e6:.1f} MB") for name, n_bytes in held.items()]
+print(program.table((f"N = {N}, V = {V}", "at the peak"), in_megabytes))
+in_chunks = held["chunks of 64 rows"]
+assert anyway > in_chunks / 2
+assert all_at_once > 2 * of_logits and in_chunks < of_logits / 2
 
 # %% [markdown]
 # Loss and gradients are the same. With small chunks most of what is left is x, W and their
@@ -283,18 +271,19 @@ for max_norm in (0, 35):  # 0: do not clip
         positions.append(p.detach().clone())
     updates[max_norm] = torch.stack(positions).diff(dim=0)  # (100, 1000)
 
-print("root mean square of the update, in learning rates")
-print("                 steps 41-50   51-60   71-80")
+cells, late = [], {}
 for max_norm, update in updates.items():
     parts = [update[a:b].square().mean().sqrt().item() for a, b in ((40, 50), (50, 60), (70, 80))]
     name = f"clipped at {max_norm}" if max_norm else "not clipped"
-    print(f"{name:16} {parts[0]:11.2f} {parts[1]:7.2f} {parts[2]:7.2f}")
+    cells.append((name, *(f"{part:.2f}" for part in parts)))
+    late[max_norm] = parts[-1]
+print("root mean square of the update, in learning rates")
+print(program.table(("", "steps 41-50", "51-60", "71-80"), cells))
 direction = gradients[50] / gradients[50].norm()
 moves = {name: -(update[50:70] @ direction).sum().item() for name, update in updates.items()}
 print("way in the outlier's direction in 20 steps, in learning rates")
 print(f"{moves[0]:.0f} not clipped, {moves[35]:.0f} clipped")
 assert moves[0] > 3 * abs(moves[35])
-late = {name: update[70:80].square().mean().sqrt() for name, update in updates.items()}
 assert late[35] > 2 * late[0]
 
 # %% [markdown]
@@ -340,13 +329,14 @@ def gradient(size, average):
 
 
 whole = gradient(8, average=False)
-print("distance from the gradient of the whole batch, relative to its norm")
-print("rows of a microbatch   sum / all tokens   mean of means")
+cells = []
 for size in (8, 4, 2, 1):
     apart = [((gradient(size, way) - whole).norm() / whole.norm()).item() for way in (False, True)]
-    print(f"{size:20}   {apart[0]:16.1e}   {apart[1]:13.1e}")
+    cells.append((size, *(f"{x:.1e}" for x in apart)))
     assert apart[0] < 1e-5
     assert size == 8 or apart[1] > 0.05
+print("distance from the gradient of the whole batch, relative to its norm")
+print(program.table(("rows of a microbatch", "sum / all tokens", "mean of means"), cells))
 
 # %% [markdown]
 # Right is what does not depend on the microbatch size, which is a matter of memory and not
@@ -401,20 +391,6 @@ for name, run in {"fp32": masters, "bf16": rounded}.items():
 assert mean(rounded.moved[-steps // 5 :]) < 0.5 * mean(masters.moved[-steps // 5 :])
 assert rounded.code > masters.code + 0.05
 
-# %%
-figure = Figure(figsize=(10, 3.6))
-left, right = figure.subplots(1, 2)
-for run, style, name in ((masters, "0.6", "weights in fp32"), (rounded, "black", "in bf16")):
-    left.plot([100 * share for share in run.moved], color=style, label=name, linewidth=2)
-    right.plot(run.loss, color=style, label=name, linewidth=2)
-left.set(title="Weights that a step changes", xlabel="step", ylabel="% of all", ylim=(0, 105))
-right.set(title="Training loss", xlabel="step", ylabel="nats per token")
-left.legend()
-right.legend()
-figure.suptitle("Weights in bf16 stop moving as the learning rate falls")
-figure.tight_layout()
-pictures.save(figure, "2-masters")
-
 # %% [markdown]
 # Therefore the optimizer has fp32 masters, and bf16 copies go into the matrix products:
 # autocast makes them (parallel.py::autocast), or fully_shard when it gathers the weights.
@@ -462,15 +438,16 @@ hand, real = models
 state = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in hand.parameters()}
 optimizer = optim.build_optimizer(real.parameters(), cfg)
 
-print("        loss by hand   train_step   norm by hand   train_step")
+cells = []
 for step in range(cfg.max_steps):
     rows = text.code[8 * step : 8 * step + 8].clone()  # (8, 64)
     rows[5:, :30] = ~rows[5:, :30]
     mine = step_by_hand(hand, state, rows, step, cfg)
     value, norm, _ = fsdp_train.train_step(real, optimizer, rows, step, cfg, world, "fp32")
-    print(f"step {step} {mine[0]:13.5f} {value:12.5f} {mine[1]:14.5f} {norm:12.5f}")
+    cells.append((step, *(f"{x:.5f}" for x in (mine[0], value, mine[1], norm))))
     assert math.isclose(mine[0], value.item(), abs_tol=1e-4)
     assert math.isclose(mine[1], norm.item(), rel_tol=1e-3)
+print(program.table(("step", "loss by hand", "train_step", "norm by hand", "train_step"), cells))
 pairs = zip(hand.parameters(), real.parameters(), strict=True)
 apart = max((a - b).abs().max().item() for a, b in pairs)
 print(f"after 5 updates the weights are at most {apart:.1e} apart")
@@ -481,16 +458,7 @@ assert apart < 1e-4
 #
 # The loop of lessons/planted.py again, with fp32 weights and a peak learning rate of 6e-3:
 # one run without a bug, and five with a bug each, on the same data from the same initial
-# weights. Each of these causes occurs once:
-#
-#     "gradients not zeroed"   the gradients of all steps so far add up
-#     "mean of means"          the loss is the mean of the microbatches' means, however long
-#                              they are
-#     "schedule too fast"      the schedule's step is increased at each microbatch, not at each
-#                              update
-#     "decay without rate"     the weight decay (PyTorch's, 0.1) is not multiplied by the learning
-#                              rate
-#     "labels not shifted"     each label is the token itself, not the one that follows
+# weights. Each cause in the list below occurs once.
 #
 # A step has four microbatches: one of code with about 500 tokens, and three of two import
 # lines each, which together have about 150. Then gradients are clipped to a norm of 1, in
@@ -498,16 +466,11 @@ assert apart < 1e-4
 # run. The validation is separate code without the bug, on text that no run has seen.
 
 # %%
-assert set(planted.CAUSES) == {
-    "gradients not zeroed",
-    "mean of means",
-    "schedule too fast",
-    "decay without rate",
-    "labels not shifted",
-}
+for cause, meaning in planted.CAUSES.items():
+    print(f'"{cause}": {meaning}')
 good = planted.train(text, steps=steps)
 runs = {letter: planted.train(text, cause, steps) for letter, cause in planted.letters().items()}
-print(planted.LEGEND, planted.table({"no bug": good} | runs), sep="\n")
+print(f"\n{planted.LEGEND}", planted.table({"no bug": good} | runs), sep="\n")
 
 # %%
 figure = Figure(figsize=(15, 5.6))
@@ -535,15 +498,10 @@ pictures.save(figure, "2-mysteries")
 #
 # ## The exercise
 #
-# In lessons/mine/2_the_step.py:
-#
-#     chunked_cross_entropy   loss, gradient of hidden and gradient of weight, in chunks
-#     BUGS                    the cause of each letter, in the words of the list
-#
-#     python -m lessons check 2
-#
-# The first check creates the file. The checker compares with float64 and measures the bytes
-# that your tensors hold. Start with a single chunk; then cut.
+# `python -m lessons check 2` puts lessons/mine/2_the_step.py there for you. Write in it
+# chunked_cross_entropy, the loss and its gradients in chunks, and the BUGS, the cause of each
+# letter. The checker measures the bytes that your tensors hold. Start with a single chunk;
+# then cut.
 #
 # ## Three questions
 #

@@ -1,33 +1,21 @@
-"""Lesson 3. Many devices.
-
-`python -m lessons 3` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 3. Many devices."""
 
 # %% [markdown]
 # # Lesson 3. Many devices
 #
-# A model that is too large or too slow for one device is trained by many. You will see
-#
-#   1. two real ranks and the three collectives that they work with
-#   2. FULL_SHARD of one layer, by hand, in forty lines
-#   3. DDP and the ZeRO stages on a real model: what each keeps, calls and sends
-#   4. one matmul pair cut over two ranks: tensor parallelism
-#   5. a model cut into stages: pipeline parallelism, and its picture
-#   6. all of it counted for MPT-7B on 64 devices
+# A model that is too large or too slow for one device is trained by many. On two real ranks
+# you will see the collectives, FULL_SHARD by hand, the ZeRO stages, tensor and pipeline
+# parallelism. Then all of it is counted for MPT-7B on 64 devices.
 #
 # Plan 75 minutes. The textbook is parallel.py (`parallelize`, and the table at its top), then
 # tensor_parallel.py and pipeline.py. You need lesson 2, or to know what a gradient is.
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 import inspect
 import subprocess
 from dataclasses import replace
@@ -55,13 +43,14 @@ from planning import memory
 
 # %%
 ranks = two_ranks.start()
+cells = []
 for rank, found in enumerate(ranks(two_ranks.collectives)):
-    for name, (before, after) in found.items():
-        print(f"rank {rank}  {name:15} {before.tolist()} -> {after.tolist()}")
+    cells += [(rank, name, x.tolist(), y.tolist()) for name, (x, y) in found.items()]
     whole = [11.0, 22.0, 33.0, 44.0]  # the sum of [1, 2, 3, 4] and ten times that
     assert found["all-gather"][1].tolist() == [1, 2, 11, 12]
     assert found["reduce-scatter"][1].tolist() == whole[2 * rank : 2 * rank + 2]
     assert found["all-reduce"][1].tolist() == whole
+print(program.table(("rank", "collective", "before", "after"), cells))
 
 # %% [markdown]
 #     all-gather       each rank has a part; afterwards all have all parts, in order
@@ -441,7 +430,7 @@ print(f"bubble of 4 stages: {pipeline.bubble(4, 8):.3f} of the step\n")
 stages = 2 if SHORT else 4
 command = [sys.executable, "pipeline.py", f"--stages={stages}", "--microbatches=8"]
 print("python", *command[1:])
-done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+done = subprocess.run(command, cwd=pictures.ROOT, capture_output=True, text=True, check=True)
 print(done.stdout[done.stdout.index("kept, by stage") :])  # above it, the picture again
 bubble_measured = float(done.stdout.split("measured: ")[1].split(",")[0])
 
@@ -458,8 +447,7 @@ bubble_measured = float(done.stdout.split("measured: ")[1].split(",")[0])
 #     drain     the backwards that are left, as many as the warm-up had forwards
 #
 # Why not all forwards first, then all backwards? The bubble would be the same. But each
-# stage would keep the activations of all n microbatches; here stage s keeps those of p -
-# s.
+# stage would keep the activations of all n microbatches; here stage s keeps those of p - s.
 
 # %%
 print("Activations kept at once by stage 0 of 4, in microbatches; and the bubble:")
@@ -506,32 +494,23 @@ BIG_LAYOUTS = {
     "pp 8, ZERO1": {"pp": 8, "sharding": "ZERO1"},
 }
 DEVICES = 64
-GROUPS = {  # names for the picture: parts of planning/memory.py
-    "weights": ["weights, fp32"],
-    "moments": ["Adam's moments, fp32"],
-    "gradients": ["gradients, fp32"],
-    "gathered copies": ["copies of the weights"],
-}
-in_memory, in_traffic = {}, {}
+PARTS = ["weights, fp32", "Adam's moments, fp32", "gradients, fp32", "copies of the weights"]
+cells, total = [], {}
 for name, change in BIG_LAYOUTS.items():
     cfg = replace(BIG_RUN, **change)
-    parts = memory.bytes_by_part(BIG, cfg, DEVICES, "bf16")
-    groups = {group: sum(parts[part] for part in names) for group, names in GROUPS.items()}
-    in_memory[name] = {**groups, "activations, other": parts["peak"] - sum(groups.values())}
-
-    in_traffic[name] = {}
+    kept = memory.bytes_by_part(BIG, cfg, DEVICES, "bf16")
+    traffic = {}
     for kind, n, _, n_bytes in collectives_of(BIG, cfg, DEVICES, gathered=2, reduced=4):
-        in_traffic[name][kind] = sent_by_a_rank(kind, n_bytes, n)
-
-cells = []
-for name in BIG_LAYOUTS:
-    kept, sent = sum(in_memory[name].values()), sum(in_traffic[name].values())
-    kinds = ", ".join(f"{kind} {n / 1e9:.1f}" for kind, n in in_traffic[name].items())
-    cells.append((name, f"{kept / 1e9:.1f}", f"{sent / 1e9:.1f}", kinds))
-print(program.table(("", "GB kept at the peak", "GB sent a step", "of these"), cells))
+        traffic[kind] = sent_by_a_rank(kind, n_bytes, n)
+    total[name] = sum(traffic.values())
+    kinds = ", ".join(f"{kind} {n / 1e9:.1f}" for kind, n in traffic.items())
+    in_gb = [f"{kept[part] / 1e9:.1f}" for part in (*PARTS, "peak")]
+    cells.append((name, *in_gb, f"{total[name] / 1e9:.1f}", kinds))
+print("GB (10^9 bytes) of a device: kept at the peak, by part, and sent in a step")
+heads = ("", "weights", "moments", "gradients", "copies", "peak", "sent", "of these")
+print(program.table(heads, cells))
 n = BIG_RUN.global_batch_size // (DEVICES // 8)
 print(f"The bubble of 8 stages and {n} microbatches: {pipeline.bubble(8, n):.1%} of the step")
-total = {name: sum(traffic.values()) for name, traffic in in_traffic.items()}
 assert abs(total["DDP"] / total["ZERO1"] - 4 / 3) < 0.01  # fp32 gradients twice; once, and bf16
 assert 10 < total["FULL_SHARD"] / total["ZERO1"] < 11
 assert 6 < total["tp 8, ZERO1"] / total["ZERO1"] < 7
@@ -546,72 +525,29 @@ assert min(total, key=total.get) == "pp 8, ZERO1"
 # ZERO1, and hides none of it. `python plan.py configs/mpt7b.py --device=mi250
 # --devices=64` weighs all that.
 
-
 # %%
-def draw_bubbles(axes):
-    """The bubble over the microbatches of a step."""
-    numbers = range(1, 65)
-    for p, style in ((2, ":"), (4, "-"), (8, "--"), (16, "-.")):
-        shares = [100 * pipeline.bubble(p, n) for n in numbers]
-        axes.plot(numbers, shares, style, color="black", label=f"{p} stages")
-    look = {"markersize": 9, "color": "black", "fillstyle": "none"}
-    axes.plot(8, 100 * bubble_measured, "o", label=f"measured, {stages} stages", **look)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
-    axes.set(title="The bubble: (p - 1) / (n + p - 1)", ylim=(0, 100))
-    axes.set(xlabel="microbatches n of a step", ylabel="share of the step (%)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-
-
-def draw_stacks(axes, stacks, title, label):
-    """Horizontal bars, {layout: {part: bytes}}, in GB."""
-    kinds = list(dict.fromkeys(kind for parts in stacks.values() for kind in parts))
-    looks = [("0.25", ""), ("0.5", ""), ("0.75", ""), ("white", "////"), ("white", "")]
-    for y, parts in enumerate(stacks.values()):
-        left = 0
-        for kind, (color, hatch) in zip(kinds, looks, strict=False):
-            width = parts.get(kind, 0) / 1e9
-            if not width:
-                continue
-            axes.barh(y, width, left=left, color=color, hatch=hatch, edgecolor="black", height=0.7)
-            left += width
-        axes.text(left, y, f" {left:.0f}" if left > 10 else f" {left:.1f}", va="center", fontsize=9)
-    for kind, (color, hatch) in zip(kinds, looks, strict=False):
-        axes.bar(0, 0, color=color, hatch=hatch, edgecolor="black", label=kind)
-    axes.set_yticks(range(len(stacks)), list(stacks))
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max(sum(parts.values()) for parts in stacks.values()) / 1e9)
-    axes.set(title=title, xlabel=label)
-    axes.legend(fontsize=8)
-
-
-figure = Figure(figsize=(17, 5), layout="constrained")
-panels = figure.subplots(1, 3)
-draw_bubbles(panels[0])
-title = f"MPT-7B on {DEVICES} devices: "
-draw_stacks(panels[1], in_memory, f"{title}what one device keeps at the peak", "GB (10^9 bytes)")
-draw_stacks(panels[2], in_traffic, f"{title}what one device sends in a step", "GB (10^9 bytes)")
-panels[1].axvline(64 * 2**30 / 1e9, color="black", linestyle=":")
-panels[1].text(64 * 2**30 / 1e9, 5.45, " 64 GiB: one MI250 die", fontsize=8)
-pictures.save(figure, "3-many-devices")
+figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+axes = figure.subplots()
+numbers = range(1, 65)
+for p, style in ((2, ":"), (4, "-"), (8, "--"), (16, "-.")):
+    shares = [100 * pipeline.bubble(p, n) for n in numbers]
+    axes.plot(numbers, shares, style, color="black", label=f"{p} stages")
+look = {"markersize": 9, "color": "black", "fillstyle": "none"}
+axes.plot(8, 100 * bubble_measured, "o", label=f"measured, {stages} stages", **look)
+axes.set_xscale("log", base=2)
+axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+axes.set(title="The bubble: (p - 1) / (n + p - 1)", ylim=(0, 100))
+axes.set(xlabel="microbatches n of a step", ylabel="share of the step (%)")
+axes.grid(alpha=0.3)
+axes.legend(fontsize=8)
+pictures.save(figure, "3-bubble")
 
 # %% [markdown]
 # ## The exercise
 #
-# Shard a net of two layers over n ranks by hand. In lessons/mine/3_many_devices.py write
-#
-#     shard     this rank's piece of a weight, flat, padded with zeros
-#     gather    the whole weight again, on every rank
-#     step      one step of SGD from the pieces: the loss, and the new pieces
-#
-#     python -m lessons check 3
-#
-# The first check creates the file. The checker runs your functions on two ranks. With the
-# same rows on both, loss and weights must be those of one rank bit by bit; with different
-# rows, within 1e-6; and `fully_shard` must agree. A rank may keep half of each weight,
-# and the checker looks at the memory behind your tensors. Then come sizes that cannot be
-# halved.
+# Shard a net of two layers over n ranks by hand: `python -m lessons check 3` puts
+# lessons/mine/3_many_devices.py there for you. Write in it shard, this rank's piece of a
+# weight; gather, the whole weight again; and step, a step of SGD from the pieces.
 #
 # ## Three questions
 #

@@ -1,7 +1,4 @@
-"""Lesson 4. FlashAttention: attention without the T x T scores.
-
-`python -m lessons 4` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 4. FlashAttention: attention without the T x T scores."""
 
 # %% [markdown]
 # # Lesson 4. FlashAttention: attention without the T x T scores
@@ -9,13 +6,8 @@
 # Attention compares each of T queries with each of T keys. The obvious program writes all
 # T x T scores to memory, reads them for the softmax, writes the probabilities and reads
 # those again. FlashAttention computes the same numbers and stores none of them. You will
-# see
-#
-#   1. the idea on paper: a softmax in one pass, with a running maximum and sum
-#   2. the same in NumPy, for one query and its keys, block by block
-#   3. the bytes that both programs move, counted
-#   4. a Triton kernel of thirty lines, run in Triton's interpreter, without a GPU
-#   5. the project's kernel: run, then compiled for an MI250 and an H100 that are not here
+# see the idea on paper and in NumPy, count the bytes that both move, and run a Triton kernel
+# of thirty lines and the project's, without a GPU.
 #
 # An hour; the kernel of the exercise is for a second one. Beside this lesson, open
 # gpu_kernels/flash_attention.py: its docstring is the algorithm, `forward_kernel` is the
@@ -23,21 +15,13 @@
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 # ruff: noqa: E402, E741 (imports follow the path; `l` is the name in the papers)
-import ast
-import importlib.metadata
 import importlib.util
 import math
-import os
-import platform
 import subprocess
 
 import numpy as np
@@ -67,10 +51,9 @@ from lessons import pictures
 # %%
 large = np.array([9_999.0, 10_000.0])
 with np.errstate(over="ignore", invalid="ignore"):
-    print("scores                          ", large)
-    print("exp(s) / sum exp(s)             ", np.exp(large) / np.exp(large).sum())
+    print(f"scores {large}: exp(s) / sum exp(s) = {np.exp(large) / np.exp(large).sum()}")
 safe = np.exp(large - large.max())
-print("with the largest subtracted     ", (safe / safe.sum()).round(4))
+print("with the largest subtracted", (safe / safe.sum()).round(4))
 assert np.allclose(safe / safe.sum(), [1 / (1 + math.e), math.e / (1 + math.e)])
 
 # %% [markdown]
@@ -89,13 +72,14 @@ assert np.allclose(safe / safe.sum(), [1 / (1 + math.e), math.e / (1 + math.e)])
 # %%
 scores = [1.0, 3.0, 2.0, 5.0]
 m, l = -math.inf, 0.0
-print("   s    m'   factor exp(m - m')   new term exp(s - m')          l")
+cells = []
 for s in scores:
     m_new = max(m, s)
     factor, term = math.exp(m - m_new), math.exp(s - m_new)
     l = l * factor + term
     m = m_new
-    print(f"{s:4.0f}  {m:4.0f}   {factor:19.6f}   {term:20.6f}   {l:8.6f}")
+    cells.append((f"{s:.0f}", f"{m:.0f}", f"{factor:.6f}", f"{term:.6f}", f"{l:.6f}"))
+print(program.table(("s", "m'", "factor exp(m - m')", "new term exp(s - m')", "l"), cells))
 
 in_two_passes = sum(math.exp(s - max(scores)) for s in scores)
 print(f"\nin two passes: sum of exp(s - {max(scores):.0f}) = {in_two_passes:.6f}")
@@ -300,54 +284,27 @@ print(program.table(("", "to multiply", "to move, obvious", "to move, in blocks"
 # The obvious program waits for memory most of the time. In blocks, moving takes about as
 # long as multiplying on the MI250, and twice as long on the H100, before the cache helps.
 #
-# The picture: on the left the walk over blocks, on the right the bytes.
+# The picture: the walk over blocks.
 
 # %%
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-
-def draw():
-    """The blocks of scores of 1,024 tokens, and the bytes for each length."""
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    looks = {
-        "full": {"facecolor": "0.75", "label": "computed without a mask"},
-        "diagonal": {"facecolor": "0.35", "label": "computed with a mask"},
-        "skipped": {"facecolor": "white", "hatch": "//", "label": "skipped: in the future"},
-    }
-    for start, at, kind in walk(1024):
-        left.add_patch(Rectangle((at, start), BLOCK_N, BLOCK_M, edgecolor="0.55", **looks[kind]))
-    for row, start in enumerate(range(0, 1024, BLOCK_M)):
-        tip = {"arrowstyle": "->", "color": "black", "linewidth": 1.2}
-        middle = start + BLOCK_M / 2
-        left.annotate("", (start + BLOCK_M, middle), (0, middle), arrowprops=tip)
-        left.text(1034, middle, f"block {row}", va="center", fontsize=8)
-    left.set(xlim=(0, 1024), ylim=(1024, 0), aspect="equal")
-    left.set(xticks=range(0, 1025, 256), yticks=range(0, 1025, 256))
-    left.set(xlabel="key (position)", ylabel="query (position)")
-    left.set_title(f"1,024 tokens in blocks of {BLOCK_M} x {BLOCK_N}")
-    patches = [Patch(edgecolor="0.55", **look) for look in looks.values()]
-    left.legend(handles=patches, loc="upper right", fontsize=8, framealpha=1)
-
-    obvious = [bytes_obvious(T) / MB for T in LENGTHS]
-    blocks = [bytes_in_blocks(T) / MB for T in LENGTHS]
-    scores = [T * T * BYTES / MB for T in LENGTHS]
-    right.loglog(LENGTHS, obvious, "o-", color="black", label="moved, T x T scores in memory")
-    right.loglog(LENGTHS, scores, "D:", color="0.4", label="held: the T x T scores")
-    right.loglog(LENGTHS, blocks, "s-", color="C1", label="moved, in blocks")
-    held = [4 * T / MB for T in LENGTHS]
-    right.loglog(LENGTHS, held, "^:", color="C0", label="held, in blocks: m + log l")
-    right.set_xticks(LENGTHS, [f"{T:,}" for T in LENGTHS], fontsize=8)
-    right.minorticks_off()
-    right.set(xlabel="tokens T", ylabel="MB (bf16, one head)")
-    right.set_title(f"Bytes of one head of {D}, causal, forward")
-    right.grid(alpha=0.3)
-    right.legend(fontsize=8)
-    return figure
-
-
-figure = draw()
+figure = Figure(figsize=(5.5, 4.8), layout="constrained")
+axes = figure.subplots()
+looks = {
+    "full": {"facecolor": "0.75", "label": "computed without a mask"},
+    "diagonal": {"facecolor": "0.35", "label": "computed with a mask"},
+    "skipped": {"facecolor": "white", "hatch": "//", "label": "skipped: in the future"},
+}
+for start, at, kind in walk(1024):
+    axes.add_patch(Rectangle((at, start), BLOCK_N, BLOCK_M, edgecolor="0.55", **looks[kind]))
+axes.set(xlim=(0, 1024), ylim=(1024, 0), aspect="equal")
+axes.set(xticks=range(0, 1025, 256), yticks=range(0, 1025, 256))
+axes.set(xlabel="key (position)", ylabel="query (position)")
+axes.set_title(f"1,024 tokens in blocks of {BLOCK_M} x {BLOCK_N}, a program for each line")
+patches = [Patch(edgecolor="0.55", **look) for look in looks.values()]
+axes.legend(handles=patches, loc="upper right", fontsize=8, framealpha=1)
 pictures.save(figure, "4-flash-attention")
 
 # %% [markdown]
@@ -376,10 +333,8 @@ pictures.save(figure, "4-flash-attention")
 # This is lessons/one_block.py::one_block_kernel. Find the six lines of the formula above:
 
 # %%
-source = (ROOT / "lessons" / "one_block.py").read_text(encoding="utf-8")
-functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-(kernel,) = [node for node in functions if node.name == "one_block_kernel"]
-print("\n".join(source.splitlines()[kernel.decorator_list[0].lineno - 1 : kernel.end_lineno]))
+source = (pictures.ROOT / "lessons" / "one_block.py").read_text(encoding="utf-8")
+print("@triton.jit" + source.split("@triton.jit")[1].split("\n\n\n")[0])
 
 # %% [markdown]
 # ## In Triton's interpreter
@@ -396,53 +351,24 @@ print("\n".join(source.splitlines()[kernel.decorator_list[0].lineno - 1 : kernel
 # the versions it was made with.
 
 # %%
-STORED = ROOT / "lessons" / "4_triton.txt"
-PROGRAMS = {"interpreter": [], "compiled": ["compile"]}  # part: arguments of lessons.one_block
 
 
-def why_not(part):
-    """Why Triton cannot do this part here; None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return f"Triton is not installed ({platform.system()}); it comes for Linux"
-    versions = [importlib.metadata.version(name) for name in ("triton", "numpy")]
-    triton, numpy = (tuple(map(int, version.split(".")[:2])) for version in versions)
-    if part == "interpreter" and triton < (3, 7) and numpy >= (2, 4):
-        return "the interpreter of Triton before 3.7 cannot run these loops with NumPy 2.4"
-    return None
+def show(part, *words, reason=""):
+    """Print what `python -m lessons.one_block` says here, or what it said elsewhere.
 
-
-def run_program(part, short):
-    """What `python -m lessons.one_block` prints. It fails if its own claims do not hold."""
-    flags = ["--short"] if short and part == "compiled" else []
-    command = [sys.executable, "-m", "lessons.one_block", *PROGRAMS[part], *flags]
-    environment = os.environ | {"TRITON_INTERPRET": "1" if part == "interpreter" else "0"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
-def stored(part):
-    """The same from the file."""
-    text = STORED.read_text(encoding="utf-8")
-    return text.split(f"== {part}\n")[1].split("\n== ")[0].strip()
-
-
-def show(part):
-    """Print what Triton says here, or what it said when the file was written."""
-    reason = why_not(part)
+    It fails if its own claims do not hold. reason: why it cannot run here.
+    """
     if reason:
-        print(f"Not run here: {reason}.\nStored output, lessons/4_triton.txt:\n\n{stored(part)}")
-    else:
-        print(run_program(part, SHORT))
+        text = (pictures.ROOT / "lessons" / "4_triton.txt").read_text(encoding="utf-8")
+        stored = text.split(f"== {part}\n")[1].split("\n== ")[0].strip()
+        print(f"Not run here: {reason}.\nStored output, lessons/4_triton.txt:\n\n{stored}")
+        return
+    command = [sys.executable, "-m", "lessons.one_block", *words]
+    done = subprocess.run(command, cwd=pictures.ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    print(done.stdout.strip())
 
 
-if "--store" in sys.argv:  # python lessons/4_flash_attention.py --store
-    texts = [f"== {part}\n{run_program(part, short=False)}\n" for part in PROGRAMS]
-    STORED.write_text("\n".join(texts), encoding="utf-8")
-    print(f"wrote {STORED.relative_to(ROOT)}")
-
-show("interpreter")
+show("interpreter", reason=pictures.why_no_interpreter())
 
 # %% [markdown]
 # fp32 agrees to a few parts in ten million. The errors in 16 bits are those of 16-bit
@@ -471,7 +397,8 @@ show("interpreter")
 # of NVIDIA's) can hold at once. While one waits for memory, another can compute.
 
 # %%
-show("compiled")
+missing = "" if importlib.util.find_spec("triton") else "Triton is not installed"
+show("compiled", "compile", *["--short"] * SHORT, reason=missing)
 
 # %% [markdown]
 # One source, two chips, and different block sizes: that is what gpu_kernels/launch_table.py
@@ -494,21 +421,12 @@ show("compiled")
 #
 # ## The exercise
 #
-# `python -m lessons check 4` puts a stub in lessons/mine/4_flash_attention.py. Write there
+# `python -m lessons check 4` puts a stub in lessons/mine/4_flash_attention.py. Write there,
+# in NumPy, the online softmax of many rows at once and attention over an iterator of blocks,
+# whose bias may be -inf for whole blocks and for whole rows. For a second hour: a Triton
+# kernel for one block of queries, causal, with ALiBi. It runs in the interpreter where
+# Triton is installed, and is skipped elsewhere.
 #
-#   max_and_sum(score_blocks)
-#       the online softmax: (m, l) of many rows at once
-#   attention(q, blocks, scale)
-#       attention over an iterator of (k_block, v_block, bias_block); a bias may be -inf,
-#       for whole blocks, and for whole rows
-#   kernel, forward(q, k, v, slope, block_n)
-#       a Triton kernel for one block of queries, causal, with ALiBi: for a second hour
-#
-# The first two are in NumPy. You get each block once, and the check counts the bytes that
-# you hold: all scores at once are too many. The kernel runs in the interpreter where
-# Triton is installed, and is skipped elsewhere. Everything is compared with float64.
-
-# %% [markdown]
 # ## Three questions
 #
 #   1. The formula takes m' = max(m, max(s)). Would the result be right with another m', for

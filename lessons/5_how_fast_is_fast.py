@@ -1,7 +1,4 @@
-"""Lesson 5. How fast is fast.
-
-`python -m lessons 5` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 5. How fast is fast."""
 
 # %% [markdown]
 # # Lesson 5. How fast is fast
@@ -17,14 +14,10 @@
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 import csv
 import statistics
 import time
@@ -305,53 +298,22 @@ for name, (intensity, rate) in points.items():
 print(program.table(("operation", "FLOPs a byte", "GFLOP/s", "its roof", "limited by"), cells))
 
 # %%
-figure = Figure(figsize=(12, 5))
-left, right = figure.subplots(1, 2)
-BELOW, ABOVE, UNDER = (8, -11), (8, 5), (4, -14)  # where a label stands, in points
-
-
-def draw(axes, first, peak, bandwidth, label, **style):
-    """The roof of a device from `first` FLOPs a byte on; peak in FLOP/s, bandwidth in bytes/s."""
-    ridge = peak / bandwidth
-    roof = [first * bandwidth / 1e9, peak / 1e9, peak / 1e9]
-    axes.loglog([first, ridge, 4000], roof, label=f"{label}, ridge {ridge:.0f}", **style)
-
-
-def mark(axes, name, intensity, rate, offset):
-    """A hollow marker of the operation's kind, with its name beside it; rate in FLOP/s."""
-    marker = "o" if "matmul" in name else "s" if "attention" in name else "^"
-    axes.loglog(intensity, rate / 1e9, marker, color="black", fillstyle="none", markersize=9)
-    end = "right" if offset == UNDER else "left"
-    at = intensity, rate / 1e9
-    axes.annotate(name, at, offset, textcoords="offset points", fontsize=8, ha=end)
-
-
-draw(left, 0.05, core_peak, core_bandwidth, "one core, fp32", color="black")
+figure = Figure(figsize=(6.5, 5), layout="constrained")
+axes = figure.subplots()
+ridge = core_peak / core_bandwidth
+roof = [0.05 * core_bandwidth / 1e9, core_peak / 1e9, core_peak / 1e9]
+axes.loglog([0.05, ridge, 4000], roof, color="black", label=f"the roof, ridge {ridge:.0f}")
 upper = max("AdamW", "matmul, 1 token", key=lambda name: points[name][1])  # one intensity
 for name, (intensity, rate) in points.items():
-    offset = {"matmul 1024": UNDER, upper: ABOVE}.get(name, BELOW)
-    mark(left, name, intensity, rate, offset)
-left.set_title("This CPU: one core, measured")
-left.set_ylim(bottom=1, top=3 * core_peak / 1e9)
-styles = [("black", "-"), ("0.6", "-"), ("0.3", "--")]
-for kind, (color, style) in zip(kinds, styles, strict=True):
-    peak, bandwidth = kind.bf16_tflops * 1e12, kind.bandwidth_gbs * 1e9
-    draw(right, 0.3, peak, bandwidth, kind.name, color=color, linestyle=style)
-a100 = kinds[0]
-for name, intensity in intensities.items():
-    rate = min(a100.bf16_tflops * 1e12, intensity * a100.bandwidth_gbs * 1e9)
-    offset = {"matmul, 8192 tokens": UNDER, "flash attention": ABOVE}.get(name, BELOW)
-    mark(right, name, intensity, rate, offset)
-right.set_title("Datasheets in bf16; the points are an A100's limits")
-for axes in (left, right):
-    for marker, kind in (("o", "matmul"), ("s", "attention"), ("^", "number by number")):
-        if axes is right or kind != "attention":
-            axes.loglog([], [], marker, color="black", fillstyle="none", label=kind)
-    axes.set_xlabel("FLOPs a byte of memory")
-    axes.set_ylabel("GFLOP/s")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
-figure.tight_layout()
+    marker = "o" if "matmul" in name else "^"
+    axes.loglog(intensity, rate / 1e9, marker, color="black", fillstyle="none", markersize=9)
+    offset = {"matmul 1024": (-60, -14), upper: (8, 5)}.get(name, (8, -11))  # in points
+    at = intensity, rate / 1e9
+    axes.annotate(name, at, offset, textcoords="offset points", fontsize=8)
+axes.set(title="This CPU: one core, fp32, measured", ylim=(1, 3 * core_peak / 1e9))
+axes.set(xlabel="FLOPs a byte of memory", ylabel="GFLOP/s")
+axes.grid(alpha=0.3)
+axes.legend(fontsize=8, loc="lower right")
 pictures.save(figure, "5-roofline")
 
 # %% [markdown]
@@ -369,7 +331,7 @@ pictures.save(figure, "5-roofline")
 # cuts tokens/s to whole numbers, so a row may be off by one token/s.
 
 # %%
-with open(ROOT / "bench/results/mpt_single_node_throughput.csv") as file:
+with open(pictures.ROOT / "bench/results/mpt_single_node_throughput.csv") as file:
     published = list(csv.DictReader(file))
 for row in published:
     N, L, d, S = (int(row[key]) for key in ("params", "layers", "d_model", "seq"))
@@ -403,23 +365,21 @@ print(program.table(heads, cells))
 
 # %%
 m = MODELS["7b"]
-gcd = devices.by_name("mi250")  # one die
+peak = devices.by_name("mi250").bf16_tflops * 1e12  # of one die
+cells = []
 for cards, tflops in devices.PUBLISHED_MI250.items():
     of_card = tflops * 1e12 / flops.train_flops_per_token(m)  # tokens/s
-    mfu = flops.mfu(m, of_card * cards, 2 * cards, gcd.bf16_tflops * 1e12)
-    print(f"{cards:4} cards: {of_card:,.0f} tokens/s a card, {of_card / 2:,.0f} a device", end="")
-    print(f", MFU {mfu:.1%}")
+    mfu, wrong = flops.mfu(m, of_card, 2, peak), flops.mfu(m, of_card, 1, peak)
+    cells.append((cards, f"{of_card:,.0f}", f"{of_card / 2:,.0f}", f"{mfu:.1%}", f"{wrong:.1%}"))
     assert abs(mfu - tflops / 362.1) < 1e-4
-of_card = devices.PUBLISHED_MI250[4] * 1e12 / flops.train_flops_per_token(m)
-wrong = flops.mfu(m, of_card, 1, gcd.bf16_tflops * 1e12)
-print(f"4 cards: a card's tokens/s over the peak of one die, {wrong:.1%}: twice too much")
-print("A card (4 cards, S = 2048) does")
+heads = ("cards", "tokens/s a card", "a device", "MFU", "a card over the peak of one die: wrong")
+print(program.table(heads, cells))
 
+print("\nA card (4 cards, S = 2048) does")
 for row in published:
     if row["model"] == "mpt-7b" and row["seq"] == "2048":
         ratio = devices.PUBLISHED_MI250[4] / float(row["tflops_per_gpu"])
-        print(f"    {ratio:.2f} times the work of an {row['gpu']}", end="")
-        print(f" with checkpointing {row['act_ckpt']}")
+        print(f"  {ratio:.2f} times the work of an {row['gpu']}, checkpointing {row['act_ckpt']}")
 
 # %% [markdown]
 # Is 45.8 % bad beside the A100's 64 %? A peak on paper is not what matmuls reach.
@@ -480,25 +440,11 @@ assert f"{claim:.2%} {argued['frozen weights: 4 N']:.2%}" == "0.80% 0.53%"
 # All else moves it by at most 3 %. Attention is not worth an argument at this S and N.
 # For MPT-125M at S = 2048 attention is 23 % of the FLOPs.
 #
-# By either count, 99 % of the peak was not used. What could have taken so long? The least
-# time of such a step, by parts:
-
-# %%
-mi300x = devices.by_name("mi300x")
-tokens, bytes_of_weights = 16 * 64, 2 * n_405b
-reached = 8 * mi300x.bf16_tflops * 1e12 * mi300x.reachable
-link = step_time.Constants().link * mi300x.link_gbs * 1e9  # what collectives reach of it
-read = 2 * bytes_of_weights / (8 * mi300x.bandwidth_gbs * 1e9)
-gathered = 2 * bytes_of_weights * 7 / 8 / link
-print(f"{4 * n_405b * tokens / reached:5.2f} s  FLOPs, 4 N a token, at what matmuls reach")
-print(f"{read:5.2f} s  weights in bf16 read twice from memory, each device its eighth")
-print(f"{gathered:5.2f} s  if sharded, gathered twice over the links")
-print("30.00 s  the step")
-
-# %% [markdown]
-# With so few tokens a step, gathering weights would cost more than computing with them,
-# and more tokens in a step would raise MFU at once. Even that is 5 s of 30. These numbers
-# cannot tell the rest; a measurement by part can (`python -m bench train`).
+# By either count, 99 % of the peak was not used. The FLOPs take 0.3 s of the 30 at what
+# matmuls reach, reading each device's eighth of the bf16 weights twice 0.04 s, gathering all
+# of them twice over the links 4.5 s. So with few tokens a step, gathering costs more than
+# computing. These numbers cannot tell the rest; a measurement by part can (`python -m bench
+# train`).
 #
 # ## From FLOPs to seconds
 #
@@ -594,17 +540,11 @@ for name in ("a100", "h100", "mi250"):
 #
 # ## The exercise
 #
-# `python -m lessons check 5` puts lessons/mine/5_how_fast_is_fast.py there for you. Write
-#
-#     training_flops   FLOPs of a token by any convention of this lesson
-#     mfu              the share of the peak
-#     attainable, matmul_intensity     the roofline
-#     three published MFUs from their raw numbers, each by the convention of its source
-#     step_seconds     the seconds of a training step, for any model and any node
-#     plan             the largest model that a given node can train for given dollars
-#
-# The checker knows the published figures, and compares your predictions with the
-# planner's, within the planner's own error band.
+# `python -m lessons check 5` puts lessons/mine/5_how_fast_is_fast.py there for you. Write in
+# it the FLOPs of a token, MFU, the roofline, three published MFUs from their raw numbers, the
+# seconds of a training step, and a plan: the largest model that a given node can train for
+# given dollars. The checker knows the published figures, and compares your predictions with
+# the planner's, within the planner's own error on one node.
 #
 # ## Three questions
 #

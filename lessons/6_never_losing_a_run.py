@@ -1,7 +1,4 @@
-"""Lesson 6. Never losing a run.
-
-`python -m lessons 6` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 6. Never losing a run."""
 
 # %% [markdown]
 # # Lesson 6. Never losing a run
@@ -9,51 +6,44 @@
 # A long run is interrupted: by a failed device, a full disk, the end of a time slot. Failures alone
 # come every three hours on sixteen thousand devices and, at the same rate for each device, every
 # two days on a thousand (section 6). The run survives because it saves checkpoints and continues
-# from the newest. You will see
-#
-#   1. what a checkpoint must hold: five things, each left out once
-#   2. a real run, stopped by kill -9 in the middle, that continues with the same numbers
-#   3. what is in its checkpoint, and how damage is found
-#   4. what a kill leaves of a file that is being written, moment by moment
-#   5. a run that moves from 1 rank to 2, to 4 and back, on the same curve
-#   6. how often to save
+# from the newest. You will see what a checkpoint must hold, kill real runs, and move one to other
+# numbers of ranks.
 #
 # An hour. The textbook is checkpoint.py; storage/files.py and lifecycle/resume.py belong to it.
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 import copy
+import functools
 import inspect
 import json
 import math
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 
 import checkpoint
+import config
 import data
 import model as mpt
 import optim
+import program
 from config import MPTConfig, TrainConfig
-from lessons import elastic, pictures
+from lessons import changes, elastic, pictures
 from lifecycle import plot, runlog
-from storage import checkpoint_files
+from storage import checkpoint_files, files
 
 # %% [markdown]
 # ## 1. What a checkpoint must hold
@@ -117,17 +107,12 @@ class Trainer:
 
     def restore(self, state: dict) -> None:
         """Take over what is in `state`; the rest stays as in a new run."""
-        for name, value in state.items():
-            if name == "weights":
-                self.model.load_state_dict(value)
-            elif name == "optimizer":
-                self.optimizer.load_state_dict(copy.deepcopy(value))  # it would keep the tensors
-            elif name == "step":
-                self.step = value
-            elif name == "data position":
-                self.position = value
-            elif name == "random state":
-                torch.set_rng_state(value)
+        state = self.state() | state
+        self.model.load_state_dict(state["weights"])
+        optimizer = copy.deepcopy(state["optimizer"])  # the optimizer keeps these tensors
+        self.optimizer.load_state_dict(optimizer)
+        self.step, self.position = state["step"], state["data position"]
+        torch.set_rng_state(state["random state"])
 
 
 assert len(TEXT) > 2 * HALF * B * (T + 1), "the text is long enough for one pass"
@@ -165,16 +150,15 @@ def resumed(left_out: str | None) -> tuple[list[float], float]:
 after = losses[HALF:]
 curve, usual_size = resumed(None)
 assert curve == after, "with all five, each loss is the same, bit by bit"
-print("left out       first step    largest     first update")
-print("               that differs  difference  (RMS / learning rate)")
-print(f"nothing             none      0 nats       {usual_size:.2f}")
-
+cells = [("nothing", "none", "0 nats", f"{usual_size:.2f}")]
 curves, sizes = {}, {}
 for name in saved:
     curves[name], sizes[name] = resumed(name)
     apart = [abs(b - a) for a, b in zip(after, curves[name], strict=True)]
     first = next(step for step, difference in enumerate(apart, 1) if difference)
-    print(f"{name:<15} {first:8} {max(apart):11.3f} nats  {sizes[name]:9.2f}")
+    cells.append((name, first, f"{max(apart):.3f} nats", f"{sizes[name]:.2f}"))
+heads = ("left out", "first step that differs", "largest difference", "first update: RMS / lr")
+print(program.table(heads, cells))
 
 n_bytes = HALF * B * (T + 1)
 print(f"\nwithout the position: the {n_bytes:,} bytes of the first half are read once more")
@@ -268,7 +252,7 @@ assert whole == on_two and whole != data.batch_hash(swapped, 0)
 STEPS = 120 if SHORT else 400
 EVERY = 20 if SHORT else 40
 FOLDER = pictures.FOLDER
-FLAGS = [f"{ROOT}/configs/demo.py", f"--data_dir={FOLDER}/6-data"]
+FLAGS = [f"{pictures.ROOT}/configs/demo.py", f"--data_dir={FOLDER}/6-data"]
 FLAGS += f"""
     --d_model=64 --n_heads=2 --n_layers=2 --max_seq_len=64 --vocab_size=257
     --tokenizer=bytes --max_tokens=500000 --device=cpu --precision=fp32
@@ -280,7 +264,7 @@ log = FOLDER / "6-killed.log"
 shutil.rmtree(killed, ignore_errors=True)
 FOLDER.mkdir(parents=True, exist_ok=True)
 log.unlink(missing_ok=True)
-shown = " ".join([*FLAGS, f"--run_dir={killed}"]).replace(f"{ROOT}/", "")
+shown = " ".join([*FLAGS, f"--run_dir={killed}"]).replace(f"{pictures.ROOT}/", "")
 lines = textwrap.wrap(f"python fsdp_train.py {shown}", 86, break_on_hyphens=False)
 print(" \\\n    ".join(lines), end="\n\n")
 
@@ -328,17 +312,16 @@ again = steps_of(killed)
 print(f"started again, and finished after {seconds:.1f} s. It said:")
 for line in log.read_text().splitlines():
     if "resuming" in line:
-        print("   ", line.replace(f"{ROOT}/", ""))
+        print("   ", line.replace(f"{pictures.ROOT}/", ""))
 assert list(again) == [*range(1, STEPS + 1)], "every step is there, and none twice"
 
-print("\nstep   batch_hash before and after           loss before and after")
+cells = []
 repeated = [step for step in before if step > kept]
-for step in repeated[:4]:
-    a, b = before[step], again[step]
-    print(f"{step:4}   {a['batch_hash']}  {b['batch_hash']}   {a['loss']:.6f}  {b['loss']:.6f}")
 for step in repeated:
-    assert before[step]["batch_hash"] == again[step]["batch_hash"]
-    assert before[step]["loss"] == again[step]["loss"]
+    a, b = before[step], again[step]
+    cells.append((step, a["batch_hash"], b["batch_hash"], f"{a['loss']:.6f}", f"{b['loss']:.6f}"))
+    assert a["batch_hash"] == b["batch_hash"] and a["loss"] == b["loss"]
+print(program.table(("step", "batch_hash before", "after", "loss before", "after"), cells[:4]))
 print(f"all {len(repeated)} repeated steps: the same tokens and, bit by bit, the same loss")
 
 # %% [markdown]
@@ -390,16 +373,39 @@ with tempfile.TemporaryDirectory() as folder:
 # ## 4. What a kill leaves of a file
 #
 # A file is replaced, and the process is killed just before each of the changes that it makes, one
-# after another. What a reader finds then (lessons/kills.py; a file that is open keeps half of its
-# bytes, as after a power failure):
+# after another: the obvious way, and by storage/files.py::write_atomically. lessons/changes.py
+# counts the changes and kills; a file that is open keeps half of its bytes, as after a power
+# failure. What a reader finds then:
+
 
 # %%
-command = [sys.executable, "-m", "lessons.kills"]
-done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-print(done.stdout)
-assert done.returncode == 0, done.stderr
-obvious, atomic = done.stdout.split("write_atomically")
-assert "LOST" in obvious and "LOST" not in atomic
+def overwrite(path, content):
+    """Write a file the obvious way."""
+    with open(path, "wb") as file:
+        file.write(content)
+
+
+changes.report_fsyncs()  # so that they count, too
+OLD, NEW = b"step 100: " + b"a" * 90, b"step 200: " + b"b" * 90
+cells, found = [], {}
+for write in (overwrite, files.write_atomically):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        replace = functools.partial(write, path, NEW)
+        for at, name in enumerate([*changes.in_a_copy(replace).names, "(it ends)"]):
+            for left in Path(folder).iterdir():
+                left.unlink()
+            path.write_bytes(OLD)
+            changes.in_a_copy(replace, at)
+            content = path.read_bytes()
+            lost = f"LOST: {len(content)} of {len(NEW)} bytes"
+            what = {OLD: "old", NEW: "new"}.get(content, lost)
+            beside = " and ".join(left.name for left in Path(folder).glob("*.tmp"))
+            cells.append((write.__name__, at, name, what, beside))
+            found.setdefault(write, set()).add(what)
+print(program.table(("", "killed before", "", "a reader then finds", "beside it"), cells))
+assert found[files.write_atomically] == {"old", "new"}
+assert not found[overwrite] <= {"old", "new"}
 
 # %% [markdown]
 # The recipe, in this order:
@@ -483,24 +489,9 @@ if not SHORT:
     assert all(same), "one rank, killed or not: bit by bit"
     print("and the run of part 2, killed on one rank: no difference at all from the unmoved one")
 
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    loss_of = {run: [row["loss"] for row in rows.values()] for run, rows in (("a", a), ("b", b))}
-    upper.plot(list(a), loss_of["a"], color="0.7", linewidth=4, label="1 rank, never interrupted")
-    upper.plot(list(b), loss_of["b"], color="black", linewidth=0.8, label="moved")
-    lower.semilogy(list(apart), [max(x, 1e-8) for x in apart.values()], "k.", markersize=3)
-    place = {"xycoords": upper.get_xaxis_transform(), "textcoords": "offset points"}
-    for step, label in plot.restart_labels(str(moved)).items():
-        for axes in (upper, lower):
-            axes.axvline(step, color="0.4", linestyle=":", linewidth=1)
-        upper.annotate(label, (step, 1), xytext=(0, 4), fontsize=9, **place)
-    upper.set_ylabel("training loss (nats per token)")
-    upper.legend()
-    lower.set_ylabel("difference (nats)")
-    lower.set_ylim(bottom=5e-9)
-    lower.set_xlabel("step (a difference of zero is drawn at 1e-8)")
-    figure.suptitle("One run on 1, 2, 4 and 1 ranks, and the same run on one")
-    pictures.save(figure, "6-moved")
+    command = [str(unmoved), str(moved), f"--out={FOLDER}/6-moved.png", "--diff"]
+    print("$ python -m lifecycle.plot", config.shell(*command).replace(f"{pictures.ROOT}/", ""))
+    plot.main(command)
 
 # %% [markdown]
 # ## 6. How often to save
@@ -517,35 +508,29 @@ if not SHORT:
 # %%
 M = 54 * 24 * 3600 / 419  # seconds between two of them
 print(f"a failure every {M / 3600:.1f} hours")
-print("seconds of a save   save every      share of time lost")
+cells = []
 for d in (1, 10, 60):
     tried = np.geomspace(10, M, 20_000)
     lost = d / tried + tried / (2 * M)
     best = tried[lost.argmin()]
     assert math.isclose(best, math.sqrt(2 * d * M), rel_tol=1e-2)
-    print(f"{d:17}   {best / 60:7.1f} min   {lost.min():15.1%}")
+    cells.append((d, f"{best / 60:.1f} min", f"{lost.min():.1%}"))
+print(program.table(("seconds of a save", "save every", "share of time lost"), cells))
 
 # %% [markdown]
 # That is why checkpoint.py writes in the background: only the copy to host memory stops the
 # training, so d is small although the file is large. The measured figures of this project are
 # in bench/results/cpu.md; `python checkpoint.py` takes them on your machine.
-
-# %% [markdown]
+#
 # ## The exercise
 #
 # `python -m lessons check 6` puts lessons/mine/6_never_losing_a_run.py there and checks it. It has
-# a naive checkpointer, which works as long as nobody pulls the plug.
-#
-#   1. naive_save makes six changes, 0 to 5: list them. Before which does a kill make naive_load
-#      fail?
-#   2. Before which does a kill make it return, without an error, a mixture of two saves?
-#   3. Write save and load anew: fifty kills, damaged files and leftovers must lose nothing, and
-#      what save has returned from must be on disk.
+# a naive checkpointer, which works as long as nobody pulls the plug. Find the kill that loses its
+# data, and the one that makes it return what was never saved; then write a better one.
 #
 # A hint: decide first which single change makes the new checkpoint count. All that comes before
 # it must be invisible to load; nothing that load needs may come after it.
-
-# %% [markdown]
+#
 # ## Three questions
 #
 # 1. A run of the first part loses its optimizer state at each restart, but nothing else, and it is
@@ -554,8 +539,7 @@ for d in (1, 10, 60):
 #    the middle. Why is that worse than losing both?
 # 3. The newest checkpoint has the right checksums, but its weights hold a NaN. How could it have
 #    come there, and what does this project do about it?
-
-# %% [markdown]
+#
 # ## What to read next
 #
 # - Young, A first order approximation to the optimum checkpoint interval. CACM, 1974

@@ -1,7 +1,4 @@
-"""Lesson 8. Scaling laws at home.
-
-`python -m lessons 8` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 8. Scaling laws at home."""
 
 # %% [markdown]
 # # Lesson 8. Scaling laws at home
@@ -19,14 +16,10 @@
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 import math
 import subprocess
 
@@ -91,7 +84,7 @@ print(program.table((*heads, *(f"D on {C:.0e}" for C in BUDGETS)), table))
 def scaling_run(*flags):
     """Run lessons/scaling_runs.py and show what it prints."""
     command = [sys.executable, "-m", "lessons.scaling_runs", *flags]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=pictures.ROOT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
     assert process.returncode == 0, f"it ended with status {process.returncode}"
@@ -287,13 +280,6 @@ where = f"{N[worst]:,.0f} parameters, C = {rows[worst]['budget']:.0e}"
 print(f"the largest, measured - fitted: {apart[worst]:+.3f}, at {where}")
 assert residual < 0.1
 
-smaller = np.array([row["budget"] < target for row in rows])
-from_smaller = scaling_fits.fit_surface(N[smaller], D[smaller], losses[smaller])
-miss = from_smaller.loss(N[~smaller], D[~smaller]) - losses[~smaller]
-print("\nfitted to the two smaller budgets, it predicts the runs on the third;")
-print("predicted - measured, by size:", *(f"{value:+.3f}" for value in miss))
-print(f"root of the mean square: {math.sqrt((miss**2).mean()):.3f}")
-
 print(f"\nbytes that the exercise's {HELD_OUT:.1e} FLOPs pay for, D = C / (6 N + 12 L d S):")
 for width in (48, 64, 80):
     cfg = Cell(HELD_OUT, width).model
@@ -368,36 +354,21 @@ assert shares[best] - 3 * errors[best] > 0.25, "the best model does better than 
 
 # %% [markdown]
 # On the whole the two move together, and from one model to the next they need not: the
-# loss averages tens of thousands of bytes, the share some hundred yes or no. Two models
-# answer the same questions, so their difference has a smaller error than two separate
-# error bars suggest: draw the questions again, the same for both (a paired bootstrap).
-
-# %%
-order = [i for i in by_loss if rows[i]["budget"] == target]
-first, second = order[-1], order[-2]  # the two best on the largest budget
-both = np.stack([answers[first], answers[second]]).astype(float)  # (2, questions)
-questions = draw.integers(0, both.shape[1], (2000, both.shape[1]))
-gaps = both[0][questions].mean(axis=1) - both[1][questions].mean(axis=1)
-print(f"{N[first]:,.0f} and {N[second]:,.0f} parameters, C = {target:.0e}:")
-print(f"  loss   {losses[first]:.3f} and {losses[second]:.3f}, a seed's noise {deviation:.3f}")
-gap = both[0].mean() - both[1].mean()
-print(f"  right  {shares[first]:.1%} and {shares[second]:.1%}, difference {gap:+.1%}")
-unpaired = math.hypot(errors[first], errors[second])
-print(f"  its standard error: paired {gaps.std():.1%}, as if unpaired {unpaired:.1%}")
-assert gaps.std() < unpaired
-
-# %% [markdown]
+# loss averages tens of thousands of bytes, the share some hundred yes or no. (Two models
+# answer the same questions, so their difference has a smaller error than two separate error
+# bars suggest: draw the questions again, the same for both, a paired bootstrap.)
+#
 # ## The picture
 #
 # Left: the IsoFLOP curves. The lightest points are double, since the smallest budget was
 # trained with two seeds. A parabola has three coefficients, and each is fitted to four
 # sizes: how well it fits says little, and on the stored grid that of 9e11 still misses the
-# best run by 0.07 nats. Middle: the minima, the power law through them with its error, and
-# Chinchilla's 20 per parameter as if bytes were tokens. Right: loss and answers.
+# best run by 0.07 nats. Right: the minima, the power law through them with its error, and
+# Chinchilla's 20 per parameter as if bytes were tokens.
 
 # %%
-figure = Figure(figsize=(14, 4.4), layout="constrained")
-left, center, right = figure.subplots(1, 3)
+figure = Figure(figsize=(10, 4.4), layout="constrained")
+left, right = figure.subplots(1, 2)
 looks = list(zip(BUDGETS, ("o", "s", "^"), ("0.65", "0.4", "black"), strict=True))
 for budget, marker, grey in looks:
     chosen = [i for i, row in enumerate(rows) if row["budget"] == budget]
@@ -410,26 +381,19 @@ for budget, marker, grey in looks:
     left.semilogx(*minima[budget], "x", color="C3", markersize=9, markeredgewidth=2)
     size = minima[budget][0]
     bar = np.abs(np.array(size_bars[budget]) - size)[:, None]
-    center.errorbar(budget, size, bar, color=grey, marker=marker, capsize=4)
-    right.errorbar(
-        losses[chosen], 100 * shares[chosen], 100 * errors[chosen], label=label, capsize=2, **look
-    )
+    right.errorbar(budget, size, bar, color=grey, marker=marker, capsize=4)
 left.plot([], [], "x", color="C3", label="minimum of the parabola")
 left.set(xlabel="parameters N", ylabel="held-out loss (nats per byte)", title="IsoFLOP curves")
 
 C = np.geomspace(BUDGETS[0] / 1.5, HELD_OUT * 1.5, 50)
 band = np.array([middle([k_ * c**a_ for k_, a_ in laws]) for c in C])
-center.loglog(C, k * C**a, color="black", label=f"N = {k:.2g} C^{a:.2f}")
-center.fill_between(C, *band.T, color="0.85", label="its 95 % (noise alone)")
-center.loglog(C, np.sqrt(C / 120), "--", color="C0", label="20 per parameter, C = 6 N D")
-center.axvline(HELD_OUT, color="C3", linestyle=":", label="the exercise's budget")
-center.set(xlabel="budget C (FLOPs)", ylabel="best size N (parameters)", title="The best size")
+right.loglog(C, k * C**a, color="black", label=f"N = {k:.2g} C^{a:.2f}")
+right.fill_between(C, *band.T, color="0.85", label="its 95 % (noise alone)")
+right.loglog(C, np.sqrt(C / 120), "--", color="C0", label="20 per parameter, C = 6 N D")
+right.axvline(HELD_OUT, color="C3", linestyle=":", label="the exercise's budget")
+right.set(xlabel="budget C (FLOPs)", ylabel="best size N (parameters)", title="The best size")
 
-right.axhline(25, color="C0", linestyle="--", label="a guess")
-right.invert_xaxis()
-right.set(xlabel="held-out loss (nats per byte)", ylabel="right answers (%)")
-right.set_title("Loss and answers, with standard errors")
-for axes in (left, center, right):
+for axes in (left, right):
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
 pictures.save(figure, "8-scaling")
@@ -439,11 +403,8 @@ pictures.save(figure, "8-scaling")
 #
 # The budget is 2.7e12 FLOPs, three times the largest of the grid. Which size is best, and
 # what loss will it reach on the held-out files? In lessons/mine/8_scaling_laws.py, which
-# the first check makes, write
-#
-#     isoflop_optimum(sizes, losses)    the minimum of a parabola in log size
-#     fit_power_law(budgets, optima)    k and a of a power law
-#     PREDICTION                        the size, the loss, and a band of at most 0.1 nats
+# the first check makes, write the two fits, and bet: the size, the loss, and a band of at
+# most 0.1 nats.
 #
 # There are several ways to extrapolate the loss: a power law through the minima, a line in
 # log C, the surface. The spread between them, highest less lowest, says more about the band
@@ -453,14 +414,8 @@ pictures.save(figure, "8-scaling")
 # may well lie outside of all three.
 #
 # Write your bet down before you check: if it is lost, the message names the run. Then make
-# the run, with the width that comes nearest, and check:
-#
-#     python -m lessons.scaling_runs --budget=2.7e12 --d_model=WIDTH
-#     python -m lessons check 8
-#
-# Your run counts only beside your own whole grid (python -m lessons.scaling_runs); after
-# --short skip it, the stored runs are used. The check says which it compares with. What
-# came out on the stored runs stands with the answers below: bet first.
+# the run, with the width that comes nearest (the stub has the command), and check again:
+# `python -m lessons check 8`. What came out on the stored runs stands with the answers below.
 #
 # ## Three questions
 #

@@ -1,4 +1,4 @@
-"""A reader's answer, as a checker sees it: functions that run in a process of their own.
+"""A reader's answer, as a checker sees it.
 
     python -m lessons check 3
 
@@ -13,23 +13,37 @@ what came, and what to think about:
             slopes = answer.call("alibi_slopes", n_heads)
             close(f"alibi_slopes({n_heads})", slopes, attention.alibi_slopes(n_heads), 1e-6)
 
-It begins with the smallest case, so that the first failure is the easiest one to think about.
+It begins with the smallest case, so that the first failure is the easiest one to think about. What
+it does not expect, such as None in place of a pair, needs no assertion: any error of the checker
+makes the part wrong, too.
 """
 
+import contextlib
+import copy
+import importlib.util
 import inspect
+import linecache
 import math
-import pickle
+import os
+import signal
+import sys
+import traceback
+import tracemalloc
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from config import UserError
-from lessons import answering
+from lessons import changes
 from processes import Pool, PoolError
 
-STARTING = 120  # seconds until a process answers for the first time
 SECONDS = 30  # for one call
+STARTING = 120  # until ranks answer for the first time
 
 
 class ToDo(Exception):
@@ -40,80 +54,172 @@ class Skipped(Exception):
     """This part cannot be checked here. The message says why."""
 
 
-class Answer:
-    """The file of an answer, and the processes that run it. Use it in a `with` statement.
+class PerRank(NamedTuple):
+    """An argument that differs between ranks: one value for each."""
 
-    A call raises AssertionError if the answer fails or takes too long, ToDo if it is not written.
+    values: list
+
+
+class Answer:
+    """The answer in a file, as a module.
+
+    Loading and calling it raise AssertionError, with one line that names the line of the answer, if
+    it fails or takes too long; ToDo if it is not written.
     """
 
-    def __init__(self, path: Path, pools: dict | None = None):
-        self.path = Path(path).resolve()
-        self.pools = {} if pools is None else pools  # number of ranks (0: not joined): processes
-        self.not_run = ""  # why the parts that follow are skipped
+    def __init__(self, path: Path):
+        self.path = str(Path(path).resolve())
+        self.pools = {}  # number of ranks: processes
+        self.hangs = False  # whether ranks did not end
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before an answer imports triton
+        changes.report_fsyncs()  # before an answer gives os.fsync another name
+        spec = importlib.util.spec_from_file_location("answer", self.path)
+        self.module = sys.modules["answer"] = importlib.util.module_from_spec(spec)
+        with self.explained(self.path):
+            spec.loader.exec_module(self.module)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
+    def stop(self) -> None:
+        """End its ranks."""
         for pool in self.pools.values():
             pool.stop()
         self.pools.clear()
 
     def value(self, name: str):
-        """The constant of this name."""
-        return self.ask(0, name, "value", name)[0]
+        """The constant or the function of this name."""
+        assert hasattr(self.module, name), f"the answer has no {name}, which is in the stub"
+        return getattr(self.module, name)
 
     def call(self, function: str, *args, **keywords):
-        """What the function returns."""
-        return self.ask(0, call_of(function, args, keywords), "call", function, args, keywords)[0]
+        """What the function returns, tensors detached. It gets copies of the arguments."""
+        called = self.value(function)
+        with self.explained(call_of(function, args, keywords)):
+            return without_gradients(called(*copy.deepcopy(args), **keywords))
+
+    def call_without(self, missing: str, function: str, *args):
+        """What the function returns if another one, which it should call, is None."""
+        with mock.patch.object(self.module, missing, None):
+            return self.call(function, *args)
 
     def measure(self, function: str, *args) -> tuple:
         """(What it returns, the most bytes that tensors made by it held at once)."""
-        return self.ask(0, call_of(function, args), "measure", function, args, {})[0]
+        called = self.value(function)
+        with self.explained(call_of(function, args)):
+            return measured(called, *args)
 
     def measure_arrays(self, function: str, *args) -> int:
-        """The most bytes that NumPy's arrays held at once."""
-        return self.ask(0, call_of(function, args), "measure_arrays", function, args, {})[0]
+        """The most bytes that NumPy's arrays, and all else of Python's, held at once."""
+        called = self.value(function)
+        tracemalloc.start()
+        with self.explained(call_of(function, args)):
+            called(*args)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
 
     def kill(self, function: str, *args, at: int | None):
-        """Call it in a process that dies before change `at` of a file. Returns whether it died.
+        """Call it in a copy of this process that dies before its change of a file number `at`.
 
-        With at=None: the names of the changes that it makes.
+        Returns whether it died. With at=None: the names of the changes that it makes.
         """
-        return self.ask(0, call_of(function, args), "kill", function, args, at)[0]
+        died, names, error = changes.in_a_copy(lambda: self.call(function, *args), at)
+        if error:
+            raise error
+        return names if at is None else died
 
     def call_on_ranks(self, size: int, function: str, *args) -> list:
         """What it returns on each of `size` ranks. An argument `PerRank` differs between them."""
-        shown = f"{call_of(function, args)} on {size} rank{'s' * (size > 1)}"
-        return self.ask(size, shown, "call", function, args, {})
-
-    def ask(self, ranks: int, shown: str, *request) -> list:
-        """The replies of all processes to a request of answering.py."""
-        if self.not_run:
-            raise Skipped(f"not run: {self.not_run}")
+        if self.hangs:
+            raise Skipped("not run: a call did not end, see above")
         patience = SECONDS
-        if ranks not in self.pools:
-            self.pools[ranks] = Pool(max(1, ranks), answering.start, ranks > 0)
+        if size not in self.pools:
+            self.pools[size] = Pool(size, start_rank)
             patience = STARTING
+        request = call_on_rank, self.path, function, args
         try:
-            replies = self.pools[ranks](
-                answering.reply, str(self.path), *request, patience=patience
-            )
+            results = self.pools[size](*request, patience=patience)
         except PoolError as error:
-            del self.pools[ranks]  # it has ended: the next call gets a new one
-            _, failed, words = error.details.partition("answering.Failure: ")
-            if failed:
-                raise AssertionError(f"{shown}: {words.strip()}") from None
-            self.not_run = "a call did not end, see above"
-            raise AssertionError(f"{shown}: {error}. Does it end?") from None
-        for kind, result in (results := [pickle.loads(reply) for reply in replies]):
-            if kind == "not loaded":
-                self.not_run = "the file cannot be loaded, see above"
-                raise AssertionError(f"{self.path}, {result}")
-            if kind == "todo":
-                raise ToDo(result)
-            assert kind == "done", f"{shown}: {result}"
-        return [result for _, result in results]
+            del self.pools[size]  # it has ended: the next call gets a new one
+            _, failed, words = error.details.partition("AssertionError: ")
+            self.hangs = not failed
+            why = words.strip() if failed else f"{function}: {error}. Does it end?"
+            raise AssertionError(f"on {size} ranks, {why}") from None
+        for result in results:
+            if isinstance(result, ToDo):
+                raise result
+        return results
+
+    @contextlib.contextmanager
+    def explained(self, shown: str):
+        """Let an error of the answer be an AssertionError of one line, or ToDo. A time limit."""
+
+        def too_long(*_):
+            raise TimeoutError(f"not done after {SECONDS} s. Does it end?")
+
+        handler = signal.signal(signal.SIGALRM, too_long)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            raise explanation(error, self.path, shown) from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+
+
+def explanation(error: BaseException, path: str, shown: str) -> Exception:
+    """An error of the answer in one line, with the last line of the answer that led to it."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return AssertionError(f"{shown}: line {error.lineno}: {error.msg}")
+    calls = traceback.walk_tb(error.__traceback__)
+    numbers = [line for frame, line in calls if frame.f_code.co_filename == path]
+    line = linecache.getline(path, numbers[-1]).strip() if numbers else ""
+    if isinstance(error, NotImplementedError) and "raise NotImplementedError" in line:
+        return ToDo(str(error))  # torch raises it, too, in a function of its own
+    words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return AssertionError(f"{shown}: line {numbers[-1]}: {words} ({line})" if numbers else words)
+
+
+def start_rank() -> dict:
+    """Begin a rank: {path: Answer} of the answers that it has loaded, none so far."""
+    dist.init_process_group("gloo")
+    return {}
+
+
+def call_on_rank(loaded: dict, path: str, function: str, args):
+    """One rank's result of a call, or ToDo. If it fails, all ranks end: they may wait for it."""
+    if path not in loaded:
+        loaded[path] = Answer(path)
+    args = [arg.values[dist.get_rank()] if isinstance(arg, PerRank) else arg for arg in args]
+    try:
+        return loaded[path].call(function, *args)
+    except ToDo as error:
+        return error
+
+
+def measured(function, *args, **keywords) -> tuple:
+    """(What it returns, the most bytes that tensors made by it held at once).
+
+    Counted by torch's profiler from the allocator's own events.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "10")  # the profiler prints lines of its own
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as record:
+        result = function(*args, **keywords)
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    current = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
+    return result, peak
+
+
+def without_gradients(result):
+    """The same with tensors detached, also in lists and tuples."""
+    if isinstance(result, torch.Tensor):
+        return result.detach()
+    if type(result) in (list, tuple):
+        return type(result)(map(without_gradients, result))
+    return result
 
 
 # --------------------------------------------------------------------------------------------------
@@ -127,17 +233,17 @@ def close(what: str, got, expected, tolerance: float = 0.0, hint: str = "") -> N
     """
     hint = f"\n{hint}" if hint else ""
     assert form(got) == form(expected), f"{what}: expected {form(expected)}, got {form(got)}{hint}"
-    got, expected = (np.asarray(x, np.float64) for x in (detached(got), detached(expected)))
+    got, expected = (np.asarray(detached(x), np.float64) for x in (got, expected))
     n_nan = np.isnan(got).sum()
     assert n_nan == 0, f"{what}: {n_nan} of {got.size} numbers are NaN{hint}"
     with np.errstate(invalid="ignore"):  # inf - inf
         apart = np.where(got == expected, 0, np.abs(got - expected))
-    if (apart <= tolerance).all():
-        return
-    place = np.unravel_index(np.argmax(apart), apart.shape)
+    place = np.unravel_index(np.argmax(apart), apart.shape) if apart.size else ()
     at = f" at {[int(i) for i in place]}" if place else ""
-    numbers = f"expected {expected[place]:.7g}{at}, but got {got[place]:.7g}"
-    raise AssertionError(f"{what}: {numbers}; they may be {tolerance:.1g} apart{hint}")
+    assert (apart <= tolerance).all(), (
+        f"{what}: expected {expected[place]:.7g}{at}, but got {got[place]:.7g}; "
+        f"they may be {tolerance:.1g} apart{hint}"
+    )
 
 
 def is_number(value) -> bool:
@@ -186,7 +292,7 @@ def parts(checker) -> list[tuple[str, object]]:
 def judged(part, answer: Answer) -> tuple[str, str]:
     """(result, message) of one part: "right", "wrong", "not written yet" or "skipped"."""
     try:
-        note = part(answer)
+        return "right", part(answer) or ""
     except AssertionError as error:
         return "wrong", str(error)
     except ToDo as error:
@@ -199,4 +305,3 @@ def judged(part, answer: Answer) -> tuple[str, str]:
         # The checker did not expect a value of this kind: the answer's fault, not a crash of ours.
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return "wrong", f"what came could not be compared: {words}"
-    return "right", note or ""

@@ -61,12 +61,10 @@ def main(argv: list[str]) -> None:
     """Make the bundle. What is in it already is used again."""
     (name,) = config.arguments(argv, "FOLDER")
     folder = Path(name).resolve()
-    setup = folder / "setup.sh"
-    first_lines = SETUP.partition("set -eu")[0]
-    is_ours = setup.exists() and setup.read_text(errors="replace").startswith(first_lines)
-    is_free = is_ours or not folder.exists() or not any(folder.iterdir())
-    require(is_free, f"{name} has other files in it: name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
+    setup = folder / "setup.sh"
+    is_ours = setup.exists() and setup.read_text(errors="replace").startswith(SETUP[:60])
+    require(is_ours or not any(folder.iterdir()), f"{name} has other files in it: name a new one")
     write_setup(folder)
     print(f"1 of 4: the project -> {name}/project", flush=True)
     copy_project(folder)
@@ -77,8 +75,8 @@ def main(argv: list[str]) -> None:
     print(f"4 of 4: the demo's data -> {name}/data", flush=True)
     run(sys.executable, "data.py", "configs/demo.py", f"--data_dir={folder / 'data' / DATA}")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    setup = config.shell(f"{name}/setup.sh")
-    print(f"{name} has {size / 1e6:,.0f} MB. On each laptop: sh {setup} ~/workshop")
+    command = config.shell("sh", f"{name}/setup.sh")
+    print(f"{name} has {size / 1e6:,.0f} MB. On each laptop: {command} ~/workshop")
 
 
 def write_setup(folder: Path) -> None:
@@ -124,7 +122,7 @@ def download_tokenizer(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
     if done.returncode:
         shutil.rmtree(folder)
-        print("        not to be had here; the lessons do without, --tokenizer=gpt2 will not work")
+        print("        not to be had here: --tokenizer=gpt2 will not work")
 
 
 def run(*command: str) -> None:

@@ -1,7 +1,7 @@
 """Kills a function just before its change of a file number n: what lesson 6 is about.
 
-    killed(function, at=3)      True if it died before change 3, False if it made fewer changes
-    names_of(function)          what its changes are called: open, write, close, rename, fsync file
+    in_a_copy(function)          names: what its changes are called, such as open, write, rename
+    in_a_copy(function, at=3)    died: True if it was killed before change 3, False if it made fewer
 
 The function runs in a copy of this process (fork). Opened for writing, written, flushed, closed,
 renamed and removed files count as changes, and so does os.fsync. Python reports them: as audit
@@ -16,60 +16,48 @@ import posix
 import signal
 import stat
 import sys
+from typing import NamedTuple
 
 WRITES = {"write", "writelines", "flush", "close", "truncate", "__exit__"}  # of open files
 SYSTEM_CALLS = {"write", "fdatasync", "ftruncate", "sync"}  # of os; the rest is in EVENTS
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
 
-class CopyFailed(Exception):
-    """The function failed in the copy. The argument is what `explain` made of the error."""
+class Outcome(NamedTuple):
+    """How a call in a copy of this process ended."""
+
+    died: bool
+    names: list[str]  # of its changes, if it did not die
+    error: BaseException | None
 
 
-def names_of(function, explain=repr) -> list[str]:
-    """The names of all changes that a call of the function makes."""
-    _, names = forked(function, None, explain)
-    return names
-
-
-def killed(function, at: int, explain=repr) -> bool:
-    """Call the function, killed before its change `at`. False if it ended before that."""
-    died, _ = forked(function, at, explain)
-    return died
-
-
-def forked(function, at: int | None, explain) -> tuple[bool, list[str]]:
-    """(Whether it died, the names of its changes if not), of a call in a copy of this process."""
+def in_a_copy(function, at: int | None = None) -> Outcome:
+    """Call the function in a copy of this process, which is killed before its change `at`."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        os.write(writer, pickle.dumps(in_the_copy(function, at, explain)))
+        os.write(writer, pickle.dumps(counted(function, at)))
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         reply = pipe.read()
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return True, []
-    names, failure = pickle.loads(reply)
-    if failure is not None:
-        raise CopyFailed(failure)
-    return False, names
+    return Outcome(True, [], None) if os.WIFSIGNALED(status) else Outcome(*pickle.loads(reply))
 
 
-def in_the_copy(function, at: int | None, explain) -> tuple:
-    """(The names of the changes, None or the error explained)."""
+def counted(function, at: int | None) -> tuple:
+    """The outcome of a call in this process."""
     changes = Changes(at)
+    sys.addaudithook(changes.hear)
+    sys.setprofile(changes.see)
     failure = None
-    changes.begin()
     try:
         function()
     except BaseException as error:
-        changes.end()
-        failure = explain(error)
-    changes.end()
-    return changes.names, failure
+        failure = error
+    sys.setprofile(None)
+    return False, changes.names, failure
 
 
 class Changes:
@@ -79,23 +67,10 @@ class Changes:
     """
 
     def __init__(self, at: int | None):
-        self.names, self.at, self.active, self.file = [], at, False, None
-        sys.addaudithook(self.hear)
-
-    def begin(self) -> None:
-        """Count from here on."""
-        self.active = True
-        sys.setprofile(self.see)
-
-    def end(self) -> None:
-        """Count no longer."""
-        sys.setprofile(None)
-        self.active = False
+        self.names, self.at, self.file = [], at, None
 
     def hear(self, event: str, arguments: tuple) -> None:
         """Audit events: files opened for writing, renames, and what waits for the disk."""
-        if not self.active:
-            return
         if event in EVENTS:
             self.before_a_change(event.removeprefix("os."))
         elif event == "open" and opens_for_writing(*arguments):
@@ -119,7 +94,7 @@ class Changes:
     def before_a_change(self, name: str) -> None:
         """Count one. At the chosen one, cut the file that is being written, and die."""
         if len(self.names) == self.at:
-            self.end()
+            self.at = None  # cutting the file is no change
             if self.file is not None and not self.file.closed:
                 self.file.flush()
                 size = os.fstat(self.file.fileno()).st_size
@@ -146,6 +121,8 @@ def kind_of_file(file) -> str:
 def report_fsyncs() -> None:
     """Let os.fsync tell the audit hooks of which file it is: Python does not report that."""
     fsync = posix.fsync
+    if fsync.__name__ == "reported":
+        return
 
     def reported(file):
         sys.audit("os.fsync", file)

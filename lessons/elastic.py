@@ -19,17 +19,14 @@ SIGTERM ends the first two parts of that run; they save first. kill -9 of one ra
 
 A supervisor is a loop. It starts the ranks. When one of them fails, it ends the others, which wait
 for it, and starts the same command again, unless the exit status says user error (2) or three
-launches in a row saved no checkpoint.
+launches in a row saved no checkpoint. Everything else is in the run folder: the newest complete
+checkpoint, of whole tensors, from which each rank takes its part; the order of the data is fixed.
 
-Everything else is in the run folder. The newest complete checkpoint says where to resume, and step
-s takes sequences s * global_batch ... (s + 1) * global_batch - 1 of a fixed order, on any number of
-ranks. A checkpoint holds whole tensors, from which each rank takes its part, however the ranks
-share the work. So batch_hash, of the tokens that a step saw, must be the same in all three runs. In
-another layout the numbers of a step are summed in another order, so they differ by rounding errors,
-which training amplifies like any other noise. The final validation losses must agree within 0.03.
+So batch_hash, of the tokens that a step saw, must be the same in all three runs. In another layout
+the numbers of a step are summed in another order, so they differ by rounding errors, which training
+amplifies like any other noise. The final validation losses must agree within 0.03.
 
-After an interruption, the same command continues. If all runs are finished already, it compares
-and draws them again.
+After an interruption, the same command continues.
 """
 
 import itertools
@@ -45,7 +42,7 @@ from typing import NamedTuple
 import checkpoint
 import config
 import processes
-from config import MPTConfig, TrainConfig, UserError, require
+from config import MPTConfig, TrainConfig, require
 from lifecycle import plot, runlog
 
 ROOT = Path(__file__).parent.parent
@@ -64,10 +61,6 @@ class Part(NamedTuple):
     ending: signal.Signals | None = None  # the signal that ends it
     tp: int = 1  # ranks over which each layer is cut
     pp: int = 1  # pipeline stages over which the layers are cut
-
-    def __str__(self):
-        """4 ranks, tp 2, pp 2"""
-        return plot.restart_label(None, self.ranks, self.tp, self.pp)
 
 
 RUNS = {
@@ -89,12 +82,10 @@ class Launch:
     WORLD_SIZE and the address of rank 0, in the environment.
     """
 
-    def __init__(
-        self, flags: list[str], ranks: int, log: Path, program: Path = ROOT / "fsdp_train.py"
-    ):
+    def __init__(self, flags: list[str], ranks: int, log: Path):
         port = processes.free_port()
         threads = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // ranks))}
-        command = [sys.executable, program, *flags]
+        command = [sys.executable, ROOT / "fsdp_train.py", *flags]
         self.processes = []
         for rank in range(ranks):
             env = os.environ | threads | processes.torchrun_variables(rank, ranks, port)
@@ -138,9 +129,7 @@ class Launch:
 
 def steps_done(run_dir: Path) -> int:
     """The last step in metrics.jsonl; 0 before the first."""
-    if not (run_dir / "metrics.jsonl").exists():
-        return 0
-    rows = runlog.read(run_dir)
+    rows = runlog.read(run_dir) if (run_dir / "metrics.jsonl").exists() else []
     return rows[-1]["step"] if rows else 0
 
 
@@ -174,7 +163,7 @@ def supervise(run_dir: Path, flags: list[str], parts: list[Part], max_steps: int
     while not finished(run_dir, max_steps):
         checkpoint_before = checkpoint.latest(run_dir)
         part = parts[part_now(run_dir, parts, max_steps)]
-        title = f"{run_dir.name:<6} {part!s:<20}"
+        title = f"{run_dir.name:<6} {plot.restart_label(None, part.ranks, part.tp, part.pp):<20}"
         layout = [f"--tp={part.tp}", f"--pp={part.pp}"]
         launch = Launch([*flags, f"--run_dir={run_dir}", *layout], part.ranks, log)
         try:
@@ -184,7 +173,7 @@ def supervise(run_dir: Path, flags: list[str], parts: list[Part], max_steps: int
 
         statuses = [process.returncode for process in launch.processes]
         newest = checkpoint.latest(run_dir)
-        name = newest.name if newest else "none"
+        name = newest and newest.name
         print(f"{title} exit {statuses}, newest checkpoint {name}", flush=True)
 
         launches_in_vain = launches_in_vain + 1 if newest == checkpoint_before else 0
@@ -226,9 +215,8 @@ def check(runs: list[Path], max_steps: int) -> None:
 
     steps = range(1, max_steps + 1)
     differ = [step for step in steps if len({hash_of.get(step) for hash_of in hashes}) > 1]
-    if differ:
-        where = f"at {len(differ)} steps, the first is step {differ[0]}"
-        raise UserError(f"the runs saw different tokens {where}: a bug in this project")
+    where = f"at {len(differ)} steps, the first is step {differ[0]}" if differ else ""
+    require(not differ, f"the runs saw different tokens {where}: a bug in this project")
     print(f"each of the {max_steps} steps saw the same tokens in all runs")
 
     distance = max(final_losses) - min(final_losses)

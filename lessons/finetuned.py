@@ -82,12 +82,6 @@ def text_of(run: str, max_seq_len: int) -> tuple[data.Split, TrainConfig]:
     return data.Split(folder, "val", max_seq_len), cfg
 
 
-def show(questions: list[dict], answers: list[Text]) -> None:
-    """Print the first answers."""
-    for question, answer in zip(questions[:SHOWN], answers, strict=False):
-        print(f"    {question['prompt'].strip():50} {answer.text.strip()!r}")
-
-
 def main(argv) -> None:
     """Ask each model, let it read, and print one line for each."""
     runs, args = config.load(argv, FinetunedArgs, takes="BASE RUN ...")
@@ -102,7 +96,8 @@ def main(argv) -> None:
         answers = answers_of(model, tokenizer, questions)
         exact = sum(map(is_exact, answers, questions)) / len(questions)
         print(run)
-        show(questions, answers)
+        for question, answer in zip(questions[:SHOWN], answers, strict=False):
+            print(f"    {question['prompt'].strip():50} {answer.text.strip()!r}")
         table.append((run, f"{exact:.1%}", f"{loss:.3f}"))
     print(f"\n{len(questions)} questions held out")
     print(program.table(("run", "exact answers", "loss on the base's text"), table))

@@ -3,9 +3,8 @@
     python -m lessons.lost_rank kill     one rank is killed (kill -9), as by a lack of memory
     python -m lessons.lost_rank stop     one rank is stopped (SIGSTOP), as on a machine that froze
 
-Some ranks train a small model: 2, 3, 4, 6 or 8 GPUs, as many as there are, or two ranks on the CPU.
-After the first checkpoint the last rank is killed or stopped. Then this must happen, or the program
-fails:
+Some ranks train a small model: on 2, 3, 4, 6 or 8 GPUs, as many as there are, or two on the CPU.
+After the first checkpoint the last rank is killed or stopped. Then the program fails, unless
 
     1. after at most 40 seconds all other ranks have ended with the status 75, "start me again":
        the lost one gives no sign of life any more (lifecycle/watchdog.py)
@@ -49,48 +48,38 @@ class LostRankArgs:
     """Where the ranks are."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
-    ranks: int = 0  # 2, 4, 6, ...: they divide the batch of 48 (0: see above)
-
-    def check(self) -> None:
-        """UserError if the ranks cannot be started."""
-        possible = self.ranks == 0 or (self.ranks >= 2 and 48 % self.ranks == 0)
-        require(possible, f"ranks is {self.ranks}: give 2, 3, 4, 6, 8, 12, 16, 24 or 48")
 
 
-def choose_ranks(args: LostRankArgs) -> tuple[str, int]:
-    """The device and the number of ranks. UserError if there is one GPU: two ranks need two."""
-    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-    if not gpus and args.device != "cuda":
-        return "cpu", args.ranks or 2
-    fitting = [n for n in (2, 3, 4, 6, 8) if n <= gpus]
-    require(fitting, f"{gpus} GPU: two ranks need two, so set --device=cpu")
-    return "cuda", args.ranks or fitting[-1]
+def wait_for(seconds: int, what: str, condition, launch: Launch | None = None) -> float:
+    """Wait until `condition()` holds. Returns the seconds. UserError if it takes longer, or fails.
 
-
-def wait_for_checkpoint(launch: Launch, run_dir: Path) -> None:
-    """Wait until the run has a checkpoint and has taken more steps. UserError if it fails."""
-    deadline = time.monotonic() + STARTS_IN
-    while not (checkpoint.latest(run_dir) and steps_done(run_dir) > 12):
-        require(launch.status() is None, f"the run failed with status {launch.status()}")
-        in_time = time.monotonic() < deadline
-        require(in_time, f"no checkpoint in {STARTS_IN} s")
+    launch: one that must not end meanwhile.
+    """
+    begin = time.monotonic()
+    while not condition():
+        ended = launch and launch.status()
+        require(ended is None, f"the run failed with status {ended}")
+        require(time.monotonic() - begin < seconds, f"after {seconds} s {what}")
         time.sleep(0.1)
+    return time.monotonic() - begin
 
 
 def lose_a_rank(flags: list[str], ranks: int, how: str, run_dir: Path, log: Path) -> None:
     """Start the run, kill or stop its last rank, and check how the others end. UserError."""
     launch = Launch(flags, ranks, log)
     *others, victim = launch.processes
+
+    def has_saved():
+        return checkpoint.latest(run_dir) and steps_done(run_dir) > 12
+
+    def have_ended():
+        return all(process.poll() is not None for process in others)
+
     try:
-        wait_for_checkpoint(launch, run_dir)
+        wait_for(STARTS_IN, "there is no checkpoint", has_saved, launch)
         print(f"step {steps_done(run_dir)}: {SIGNALS[how].name} to rank {ranks - 1}", flush=True)
-        begin = time.monotonic()
         victim.send_signal(SIGNALS[how])
-        while any(process.poll() is None for process in others):
-            waited = time.monotonic() - begin
-            require(waited < ENDS_IN, f"after {ENDS_IN} s the other ranks still run")
-            time.sleep(0.1)
-        seconds = time.monotonic() - begin
+        seconds = wait_for(ENDS_IN, "the other ranks still run", have_ended)
     finally:
         launch.end(patience=5)
     statuses = [process.returncode for process in others]
@@ -110,10 +99,9 @@ def resume(flags: list[str], ranks: int, run_dir: Path, log: Path) -> None:
     begin = time.monotonic()
     launch = Launch([*flags, f"--max_steps={last_step}"], ranks, log)
     try:
-        ended = launch.wait(STARTS_IN)
+        launch.wait(STARTS_IN)
     finally:
         launch.end(patience=5)
-    require(ended, f"the next start did not finish in {STARTS_IN} s")
     resumed = f"resuming from {newest}" in log.read_text()
     require(resumed and finished(run_dir, last_step), "the next start did not resume and finish")
     seconds = time.monotonic() - begin
@@ -124,7 +112,11 @@ def main(argv: list[str]) -> None:
     """Lose a rank, and resume."""
     (how,), args = config.load(argv, LostRankArgs, takes="kill|stop")
     require(how in SIGNALS, f"what shall happen to the rank? kill or stop, not {how!r}")
-    device, ranks = choose_ranks(args)
+    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
+    on_cpu = not gpus and args.device != "cuda"
+    device, places = ("cpu", 2) if on_cpu else ("cuda", gpus)
+    require(places > 1, f"{gpus} GPU: two ranks need two, so set --device=cpu")
+    ranks = max(n for n in (2, 3, 4, 6, 8) if n <= places)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the ranks too
     with tempfile.TemporaryDirectory() as folder:
         run_dir, log = Path(folder, "run"), Path(folder, "log")

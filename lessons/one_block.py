@@ -20,6 +20,7 @@ import torch
 
 import attention
 import config
+import program
 from config import require
 from gpu_kernels import compiled, flash_attention, launch_table
 
@@ -75,7 +76,8 @@ def one_block_attention(q, k, v, block_n: int):
     return out
 
 
-# --- In the interpreter
+# --------------------------------------------------------------------------------------------------
+# In the interpreter
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # as in the tests
 
@@ -84,29 +86,32 @@ def interpret() -> None:
     """Compare both kernels with float64. UserError if one is too far from it."""
     print(f"interpreted: {versions()}\n")
     print("one_block_kernel: one block of 16 queries, 40 keys of width 32, in steps of 16 keys")
-    for dtype in (torch.float32, torch.float16):
-        error = one_block_error(dtype)
-        print(f"    {name_of(dtype):9} largest error relative to float64   {error:.1e}")
-        require(error < LIMITS[dtype], f"one_block_kernel is wrong in {dtype}: {error:.1e}")
-
+    compare(("relative to float64", "out"), one_block_errors, (torch.float32, torch.float16))
     print("\ngpu_kernels/flash_attention.py, 2 heads of 64, 80 tokens, causal, with ALiBi")
-    print(f"    {'':9} {'out':>8} {'dq':>8} {'dk':>8} {'dv':>8}   against attention.py's reference")
-    for dtype in (torch.float32, torch.bfloat16):
-        errors = project_errors(dtype)
-        print(f"    {name_of(dtype):9}", *(f"{error:8.1e}" for error in errors))
-        require(max(errors) < LIMITS[dtype], f"flash_attention is wrong in {dtype}: {errors}")
+    heads = ("against attention.py's reference", "out", "dq", "dk", "dv")
+    compare(heads, project_errors, (torch.float32, torch.bfloat16))
 
 
-def one_block_error(dtype) -> float:
-    """The largest error of `one_block_attention`, relative to the largest exact value."""
+def compare(heads: tuple, errors_of, dtypes: tuple) -> None:
+    """Print the largest errors of each dtype, relative to the largest exact value."""
+    rows = []
+    for dtype in dtypes:
+        errors = errors_of(dtype)
+        require(max(errors) < LIMITS[dtype], f"a kernel is wrong in {dtype}: {errors}")
+        rows.append((dtype, *(f"{error:.1e}" for error in errors)))
+    print(program.table(heads, rows))
+
+
+def one_block_errors(dtype) -> list[float]:
+    """The error of `one_block_attention`."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 32).to(dtype) for n in (16, 40, 40))
     exact = torch.softmax(q.double() @ k.double().T * 32**-0.5, dim=-1) @ v.double()
-    return relative(one_block_attention(q, k, v, block_n=16), exact)
+    return [relative(one_block_attention(q, k, v, block_n=16), exact)]
 
 
 def project_errors(dtype) -> list[float]:
-    """The same for out, dq, dk and dv of the project's kernels."""
+    """The errors of out, dq, dk and dv of the project's kernels."""
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(1, 2, 80, 64).to(dtype) for _ in range(4))
     slopes = attention.alibi_slopes(2)
@@ -123,40 +128,34 @@ def relative(ours, exact) -> float:
     return ((ours - exact).abs().max() / exact.abs().max()).item()
 
 
-# --- Compiled for a GPU that is not here
+# --------------------------------------------------------------------------------------------------
+# Compiled for a GPU that is not here
 
 MI250, H100 = "gfx90a", "sm_90"
 NAMES = {MI250: "MI250", H100: "H100"}
+HEADS = ("bf16: queries x keys", "registers", "spilled bytes", "KB shared", "blocks of a unit")
 
 
 def compile_for_gpus(short: bool) -> None:
-    """Print what the kernels take on an MI250 and an H100. UserError if the table's do not fit."""
+    """Print what the kernels take on an MI250 and an H100. UserError if the table's do not fit.
+
+    registers: of a thread. KB shared: of a block of threads. blocks: that a unit can hold.
+    """
     print(f"compiled, not run: {versions()}\n")
-    heads = [
-        ("bf16: queries x keys of a block", "registers", "spilled", "shared memory", "blocks of"),
-        ("", "a thread", "bytes", "KB, of", "a unit"),
-    ]
-    for label, *words in heads:
-        print(f"    {label:32}", *map(str.rjust, words, (9, 8, 15, 9)))
-    for arch in NAMES:
-        print_facts(f"{NAMES[arch]}, one_block: 64 x 64", arch, teaching_facts(arch))
+    rows = [row_of("one_block: 64 x 64", arch, teaching_facts(arch)) for arch in NAMES]
     for D in (64,) if short else (64, 128):
         for arch in NAMES:
-            row = launch_table.row_for(arch, D, "forward", torch.bfloat16)
-            facts = project_facts(arch, D, row)
-            label = f"{NAMES[arch]}, heads of {D}: {row[0]} x {row[1]}"
-            blocks = print_facts(label, arch, facts)
-            require(blocks > 0, f"the forward over heads of {D} does not fit {arch}")
-
-    if short:
-        print("    (without --short also the MI250 with the H100's settings)")
-        return
-
-    row = launch_table.row_for(H100, 64, "forward", torch.bfloat16)
-    print("the same for the MI250, but with the H100's settings")
-    facts = project_facts(MI250, 64, row)
-    blocks = print_facts(f"MI250, heads of 64: {row[0]} x {row[1]}", MI250, facts)
-    require(blocks == 0 or facts.spilled, "the H100's settings suit an MI250: lesson 4 errs")
+            settings = launch_table.row_for(arch, D, "forward", torch.bfloat16)
+            rows.append(project_row(arch, D, settings))
+            require(rows[-1][-1] != 0, f"the forward over heads of {D} does not fit {arch}")
+    if not short:
+        settings = launch_table.row_for(H100, 64, "forward", torch.bfloat16)
+        rows.append(project_row(MI250, 64, settings))
+        _, _, spilled, _, blocks = rows[-1]
+        require(blocks == 0 or spilled, "the H100's settings suit an MI250: lesson 4 errs")
+    print(program.table(HEADS, rows))
+    if not short:
+        print("The last line is the MI250 with the H100's settings; 0 blocks: it could not start.")
 
 
 def teaching_facts(arch: str) -> compiled.Facts:
@@ -167,42 +166,33 @@ def teaching_facts(arch: str) -> compiled.Facts:
     return compiled.facts(binaries["one_block_kernel"])
 
 
-def project_facts(arch: str, D: int, row: tuple) -> compiled.Facts:
-    """What the project's forward takes over 4 heads of D with these launch settings."""
+def project_row(arch: str, D: int, settings: tuple) -> tuple:
+    """The project's forward over 4 heads of D with these launch settings, as a row of the table."""
     q = torch.empty(1, 256, 4, D, dtype=torch.bfloat16).transpose(1, 2)
     tensors = {"q": q, "k": q, "v": q, "out": q, "lse": torch.empty(1, 4, 256)}
     tensors |= {"slopes": torch.ones(4), "bounds": None}
     with compiled.for_chip(arch, flash_attention) as binaries:
-        flash_attention.launch("forward", tensors, True, D**-0.5, row)
-    return compiled.facts(binaries["forward_kernel"])
+        flash_attention.launch("forward", tensors, True, D**-0.5, settings)
+    facts = compiled.facts(binaries["forward_kernel"])
+    return row_of(f"heads of {D}: {settings[0]} x {settings[1]}", arch, facts)
 
 
-def print_facts(label: str, arch: str, facts: compiled.Facts) -> int:
-    """A line of the table. Returns how many blocks of threads a unit of the chip can hold."""
+def row_of(label: str, arch: str, facts: compiled.Facts) -> tuple:
+    """A row of the table. The last cell: None if this Triton has no tool that reads it."""
     limits = compiled.LIMITS[arch]
     shared = f"{facts.shared / compiled.KB:.4g} of {limits.shared_block // compiled.KB}"
-    line = f"    {label:32} {facts.registers or 'n/a':>9} {facts.spilled or 0:>8} {shared:>15}"
-    if facts.taken is None:  # this Triton has no tool that reads it
-        print(line, f"{'n/a':>9}")
-        return 1
-    held = compiled.occupancy(limits, facts)
-    print(line, f"{held.blocks or 'none fits':>9}")
-    return held.blocks
+    blocks = None if facts.taken is None else compiled.occupancy(limits, facts).blocks
+    return f"{NAMES[arch]}, {label}", facts.registers, facts.spilled or 0, shared, blocks
 
 
-# --- The program
-
-
-def name_of(dtype) -> str:
-    """float32, bfloat16, ..."""
-    return str(dtype).removeprefix("torch.")
+# --------------------------------------------------------------------------------------------------
+# The program
 
 
 def versions() -> str:
     """What ran it."""
-    found = {"Python": platform.python_version(), "torch": torch.__version__}
-    found["triton"] = triton.__version__
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    python = platform.python_version()
+    return f"Python {python}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def main(argv) -> None:

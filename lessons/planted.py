@@ -1,9 +1,7 @@
 """A small training loop into which a bug can be planted: the curves of lesson 2.
 
-    python -m lessons.planted
-
-trains without a bug and with each of five, and prints what can be measured of each run. Lesson 2
-draws the curves and asks which is which, so the table names the runs A to E.
+Lesson 2 trains without a bug and with each of five, and asks which is which. So the table of what
+can be measured names the runs A to E.
 
 The model is an MPT with two layers on the bytes of Python's standard library. A step has four
 microbatches of very unequal size: one of code, three of a few import lines each.
@@ -16,12 +14,10 @@ is separate code without a bug, on rows that no run is trained on.
 """
 
 import hashlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-import config
 import data
 import model as mpt
 import optim
@@ -45,28 +41,20 @@ CAUSES = {
     "decay without rate": "the weight decay, 0.1, is not multiplied by the learning rate",
     "labels not shifted": "each label is the token itself, not the one that follows",
 }
-MODEL = MPTConfig(
-    d_model=64,
-    n_heads=4,
-    n_layers=2,
-    vocab_size=256,
-    max_seq_len=CODE_ROW,
-    alibi=True,
-    no_bias=True,
-)
+SIZES = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 256, "max_seq_len": CODE_ROW}
+MODEL = MPTConfig(**SIZES, alibi=True, no_bias=True)
 
 
-@dataclass
 class Run:
     """What was logged of a run, and its validation at the end. Losses are in nats per token."""
 
-    loss: list[float] = field(default_factory=list)  # of each step, as the loop computes it
-    grad_norm: list[float] = field(default_factory=list)  # of each step, before clipping
-    update: list[float] = field(default_factory=list)  # root mean square of the weights' change
-    weight: list[float] = field(default_factory=list)  # root mean square of the weights, after it
-    moved: list[float] = field(default_factory=list)  # share of the weights that changed at all
-    code: float = 0.0  # validation loss on code
-    imports: float = 0.0  # validation loss on import lines
+    def __init__(self):
+        self.loss = []  # of each step, as the loop computes it
+        self.grad_norm = []  # of each step, before clipping
+        self.update = []  # root mean square of the weights' change
+        self.weight = []  # root mean square of the weights, after it
+        self.moved = []  # share of the weights that changed at all
+        self.code = self.imports = 0.0  # validation losses on code and on import lines
 
 
 def letters() -> dict[str, str]:
@@ -220,16 +208,3 @@ LEGEND = """\
 Losses in nats per token; code and imports: the validation. Size of the weights and their change
 in a step: root mean squares, the change in thousandths, at 10 %, 50 %, 90 % of the steps.
 """
-
-
-def main(argv) -> None:
-    """Print what can be measured of the step without a bug, and with each."""
-    config.arguments(argv)
-    text = Text()
-    runs = {"no bug": train(text)}
-    runs |= {letter: train(text, cause) for letter, cause in letters().items()}
-    print(LEGEND, table(runs), sep="\n")
-
-
-if __name__ == "__main__":
-    config.run(main)

@@ -7,19 +7,15 @@
 These are approaches 2 and 3 of Hoffmann et al. 2022 (Chinchilla, arXiv 2203.15556). N: parameters.
 D: tokens, here bytes. C: FLOPs. L: nats per token, here per byte.
 
-Run `python -m lessons.scaling_fits` to fit the stored grid, lessons/8_grid.jsonl. To see how it was
-made, read lessons/scaling_runs.py.
+lessons/scaling_runs.py makes the runs.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 import config
-from storage import files
 
-STORED = Path(__file__).parent / "8_grid.jsonl"
 EXPONENTS = np.geomspace(0.05, 2, 60)  # that `fit_surface` tries
 
 
@@ -30,7 +26,7 @@ def isoflop_optimum(sizes, losses) -> tuple[float, float] | None:
     """
     p, q, r = np.polyfit(np.log(sizes), losses, 2)
     if p <= 0:
-        return None
+        return None  # it opens downwards
     return float(np.exp(-q / (2 * p))), float(r - q * q / (4 * p))
 
 
@@ -94,12 +90,11 @@ def minima(rows: list[dict], losses=None) -> dict[float, tuple[float, float]]:
     budget, with several seeds, are averaged first. Budgets without a minimum are left out.
     """
     losses = [row["loss"] for row in rows] if losses is None else losses
+    runs = {}  # budget -> {size: losses of its seeds}
+    for row, loss in zip(rows, losses, strict=True):
+        runs.setdefault(row["budget"], {}).setdefault(row["n_params"], []).append(loss)
     found = {}
-    for budget in sorted({row["budget"] for row in rows}):
-        of_size = {}
-        for row, loss in zip(rows, losses, strict=True):
-            if row["budget"] == budget:
-                of_size.setdefault(row["n_params"], []).append(loss)
+    for budget, of_size in sorted(runs.items()):
         means = [np.mean(values) for values in of_size.values()]
         minimum = isoflop_optimum(list(of_size), means) if len(of_size) > 2 else None
         if minimum:
@@ -129,22 +124,3 @@ def resampled(rows: list[dict], deviation: float, draw, files_too: bool = True) 
         chosen = draw.choice(chosen, len(chosen))
     nats, n_bytes = measured[:, chosen].sum(axis=1).T
     return nats / n_bytes + draw.normal(0, deviation, len(rows))
-
-
-def main(argv: list[str]) -> None:
-    """Fit the stored grid."""
-    config.arguments(argv)
-    rows, _ = files.read_json_lines(STORED)
-    largest = max(row["budget"] for row in rows)
-    grid = [row for row in rows if row["budget"] < largest]  # the largest is the exercise's
-    found = minima(grid)
-    for budget, (size, loss) in found.items():
-        print(f"{budget:.1e} FLOPs: {size:9,.0f} parameters, {loss:.3f} nats per byte")
-    k, a = fit_power_law(list(found), [size for size, _ in found.values()])
-    print(f"optimum = {k:.3g} C^{a:.2f}; standard deviation of a seed {seed_deviation(grid):.4f}")
-    columns = [[row[name] for row in grid] for name in ("n_params", "tokens", "loss")]
-    print(fit_surface(*columns))
-
-
-if __name__ == "__main__":
-    config.run(main)

@@ -44,14 +44,15 @@ from config import MPTConfig, TrainConfig, require
 from evaluation import tasks, zero_shot
 from evaluation.figures import best, mean_per_token
 from evaluation.score import score
+from lessons.pictures import FOLDER
 from storage import files
 from text import tokenizer as tokenizers
 from text.prepare import Recipe, prepare
 
-FOLDER = Path(__file__).parent.parent / "runs" / "lessons"
 GRID = FOLDER / "8-grid.jsonl"  # this machine's own
 SHORT = FOLDER / "8-short.jsonl"
 STORED = Path(__file__).parent / "8_grid.jsonl"  # the same, trained once for those without one
+TASK = FOLDER / "8-questions.jsonl"
 
 BUDGETS = (1e11, 3e11, 9e11)  # FLOPs of a run
 HELD_OUT = 2.7e12  # the budget of the exercise
@@ -74,21 +75,14 @@ class Cell:
     budget: float  # FLOPs
     d_model: int
     seed: int = 1
-    lr: float = 0.0  # the peak; 0: the grid's
 
     @property
     def model(self) -> MPTConfig:
         """The model's settings: without biases, with ALiBi, a vocabulary of bytes."""
         n_layers, n_heads = SHAPES[self.d_model]
-        return MPTConfig(
-            d_model=self.d_model,
-            n_heads=n_heads,
-            n_layers=n_layers,
-            max_seq_len=SEQ_LEN,
-            vocab_size=257,  # bytes, and end-of-text
-            alibi=True,
-            no_bias=True,
-        )
+        sizes = {"d_model": self.d_model, "n_heads": n_heads, "n_layers": n_layers}
+        sizes |= {"max_seq_len": SEQ_LEN, "vocab_size": 257}  # bytes, and end-of-text
+        return MPTConfig(**sizes, alibi=True, no_bias=True)
 
     @property
     def rows(self) -> int:
@@ -117,7 +111,7 @@ class Cell:
             microbatch_size=self.rows,
             max_steps=self.steps,
             warmup_steps=max(1, self.steps // 10),
-            lr=self.lr or 0.32 / self.d_model,
+            lr=0.32 / self.d_model,
         )
 
     @property
@@ -205,21 +199,14 @@ def read_held_out(model, val: data.Split) -> np.ndarray:
 
 def answer_questions(model, world) -> list[bool]:
     """Which questions of the task the model answers right, by LLM Foundry's rule."""
-    task = tasks.load(str(questions_file()))[0]
+    task = tasks.load(str(TASK))[0]
     tokenizer = tokenizers.load("bytes")
     pairs = zero_shot.pairs_of(task, tokenizer, SEQ_LEN)
     requests, _ = zero_shot.encode(pairs, tokenizer, task.name, model.cfg)
     values = score(model, requests, world, "fp32", batch_tokens=16384).tolist()
-    scores = {
-        pair: (log_prob, greedy, request.count)
-        for pair, (log_prob, greedy), request in zip(pairs, values, requests, strict=True)
-    }
+    counts = [request.count for request in requests]
+    scores = {pair: (*value, n) for pair, value, n in zip(pairs, values, counts, strict=True)}
     return [best(mean_per_token(item, scores)) == item.gold for item in task.items]
-
-
-def questions_file() -> Path:
-    """Where the task is."""
-    return FOLDER / f"8-questions-{'-'.join(map(str, QUESTIONS.values()))}.jsonl"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -232,7 +219,7 @@ def make_data_and_task() -> None:
     folder = prepare(Cell(BUDGETS[0], WIDTHS[0]).train)
     rows = tasks.continuations(tasks.text_of(str(folder)), **QUESTIONS)
     content = "".join(json.dumps(row) + "\n" for row in rows)
-    files.write_atomically(questions_file(), content.encode())
+    files.write_atomically(TASK, content.encode())
 
 
 def read(path: Path) -> list[dict]:
@@ -274,21 +261,20 @@ def train_cells(cells: list[Cell], path: Path = GRID) -> list[dict]:
 
     missing = [cell for cell in dict.fromkeys(cells) if cell.key not in known()]
     print(f"{len(cells)} runs, {len(cells) - len(missing)} of them done before", flush=True)
-    if missing:
-        total = sum(cell.budget for cell in missing)
-        begin, spent = time.perf_counter(), 0
-        for number, row in enumerate(trained(missing), 1):
-            add(path, row)
-            spent += row["budget"]
-            left = (time.perf_counter() - begin) * (total - spent) / spent
-            print(f"{number:3}/{len(missing)}  {describe(row)}  {left:4.0f} s left", flush=True)
+    total = sum(cell.budget for cell in missing)
+    begin, spent = time.perf_counter(), 0
+    for number, row in enumerate(trained(missing), 1):
+        add(path, row)
+        spent += row["budget"]
+        left = (time.perf_counter() - begin) * (total - spent) / spent
+        print(f"{number:3}/{len(missing)}  {describe(row)}  {left:4.0f} s left", flush=True)
     rows = known()
     return [rows[cell.key] for cell in cells]
 
 
 def trained(cells: list[Cell]):
     """The lines of these cells, each as soon as it is done."""
-    n_workers = min(2, len(cells), os.cpu_count() or 1)
+    n_workers = min(2, os.cpu_count() or 1)
     threads = max(1, torch.get_num_threads() // n_workers)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_workers, context, start_worker, (threads,)) as pool:
@@ -326,29 +312,26 @@ class RunsArgs:
     d_model: int = 0  # its width, one of SHAPES
     seed: int = 1  # its seed
     short: bool = False  # two very short runs, in a file of their own
-    learning_rate: float = 0.0  # its peak learning rate; 0: the grid's
 
     def check(self) -> None:
         """UserError for a run that is none."""
-        require((self.budget > 0) == (self.d_model > 0), "give both --budget and --d_model")
-        require(not self.budget or 1e8 <= self.budget <= 1e15, "budget must be 1e8 to 1e15 FLOPs")
-        widths = ", ".join(map(str, SHAPES))
-        known = not self.d_model or self.d_model in SHAPES
-        require(known, f"d_model must be one of {widths}, not {self.d_model}")
+        if self.budget or self.d_model:
+            require(1e8 <= self.budget <= 1e15, "--budget must be 1e8 to 1e15 FLOPs")
+            widths = ", ".join(map(str, SHAPES))
+            require(self.d_model in SHAPES, f"--d_model must be one of {widths}")
 
 
 def main(argv: list[str]) -> None:
     """Train the grid, or one more cell."""
     (args,) = config.load(argv, RunsArgs)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that workers end
-    cells = grid()
+    cells, path = grid(), GRID
     if args.budget:
-        cells = [Cell(args.budget, args.d_model, args.seed, args.learning_rate)]
-    path = SHORT if args.short else GRID
+        cells = [Cell(args.budget, args.d_model, args.seed)]
     if args.short:
-        cells = [Cell(SHORT_BUDGET, width) for width in WIDTHS[:2]]
+        cells, path = [Cell(SHORT_BUDGET, width) for width in WIDTHS[:2]], SHORT
     rows = train_cells(cells, path)
-    print(f"{path.relative_to(FOLDER.parent.parent)} has all {len(rows)}")
+    print(f"runs/lessons/{path.name} has all {len(rows)}")
     if args.budget:
         print(describe(rows[0]))
 

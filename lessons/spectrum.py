@@ -2,17 +2,15 @@
 
     s B A = sum of sigma_i u_i v_i^T        sigma_1 >= sigma_2 >= ... >= sigma_r
 
-Each term reads one direction v_i of a layer's input and writes one direction u_i of its output. The
-sum of the first k terms is the nearest update of rank k (lora.factors). The program prints the
+The sum of the first k terms is the nearest update of rank k (lora.factors). The program prints the
 sigmas of every layer. Then it keeps the first k terms in all layers, for each k from 0, which is
 the base, to r, which is what was trained, and lets each of these models answer the questions.
 
     python -m lessons.spectrum runs/lora-demo
 
-Run it after `make finetune`. With matplotlib, it draws spectrum.png in the run folder.
+Run it after `make finetune`. Lesson 7 draws the sigmas.
 """
 
-import io
 from pathlib import Path
 
 import torch
@@ -23,7 +21,6 @@ import lora
 import program
 from config import require
 from lessons.finetuned import answers_of, is_exact, read_questions
-from storage import files
 from text import tokenizer as tokenizers
 from weights.load import load_adapted, tokenizer_file
 
@@ -62,50 +59,19 @@ def print_spectra(layers: dict) -> None:
     print(program.table(("layer", "update/weight", "singular values"), rows))
 
 
-def exact_by_rank(found: Path, tokenizer, questions: list[dict], rank: int) -> list[float]:
+def print_exact_by_rank(found: Path, tokenizer, questions: list[dict], rank: int) -> None:
     """The share of exact answers with the first 0, 1, ... `rank` terms of each update."""
-    shares = []
     for kept in range(rank + 1):
         model = load_adapted(found, torch.device("cpu"))
         keep(model, kept)
         lora.merge(model)
         answers = answers_of(model, tokenizer, questions)
-        shares.append(sum(map(is_exact, answers, questions)) / len(questions))
-        print(f"rank {kept:2} of {rank}: {shares[-1]:6.1%} exact answers", flush=True)
-    return shares
-
-
-def draw(spectra: dict[str, list[float]], shares: list[float], path: Path) -> bool:
-    """Write the picture. Returns False if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in spectra))
-    for name, values in spectra.items():
-        kind = name.rpartition(".")[2]
-        first = name.startswith("blocks.0.")
-        look = {"color": f"C{kinds.index(kind)}", "label": kind if first else None}
-        left.semilogy(range(1, len(values) + 1), values, "o-", markersize=3, linewidth=1, **look)
-    left.set(xlabel="number of the singular value", ylabel="singular value of the update")
-    left.legend(fontsize="small", frameon=False)
-
-    right.plot(range(len(shares)), [100 * share for share in shares], "o-", color="black")
-    right.set(xlabel="terms kept in each layer", ylabel="exact answers (%)", ylim=(0, 102))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    files.write_atomically(path, picture.getvalue())
-    return True
+        share = sum(map(is_exact, answers, questions)) / len(questions)
+        print(f"rank {kept:2} of {rank}: {share:6.1%} exact answers", flush=True)
 
 
 def main(argv) -> None:
-    """Print the spectra and the accuracies of a run, and draw both."""
+    """Print the spectra and the accuracies of a run."""
     (run_dir,) = config.arguments(argv, "RUN")
     questions = read_questions(QUESTIONS)
     found = checkpoint.find(run_dir)
@@ -116,11 +82,7 @@ def main(argv) -> None:
 
     layers = adapted_layers(load_adapted(found, torch.device("cpu")))
     print_spectra(layers)
-    shares = exact_by_rank(found, tokenizer, questions, settings.lora_rank)
-    spectra = {name: singular_values(layer).tolist() for name, layer in layers.items()}
-    path = found.parent.parent / "spectrum.png"
-    drawn = draw(spectra, shares, path)
-    print(path if drawn else f"no picture: it needs matplotlib: {config.EXTRA}")
+    print_exact_by_rank(found, tokenizer, questions, settings.lora_rank)
 
 
 if __name__ == "__main__":

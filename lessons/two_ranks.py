@@ -1,7 +1,5 @@
 """What lesson 3 runs on two ranks of this machine: a process is started from a file, not a cell.
 
-    python -m lessons.two_ranks     the three collectives on two ranks
-
     ranks = two_ranks.start()                     starts two processes, joined by gloo
     ranks(two_ranks.train_sharded, W, ...)        [its result on rank 0, on rank 1]
     ranks.stop()
@@ -20,12 +18,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-import config
 import fsdp_train
 import parallel
 import processes
-import program
 
 
 def start() -> processes.Pool:
@@ -102,18 +99,11 @@ class Traffic(TorchDispatchMode):
         """Called by PyTorch in place of each operation."""
         room, _, name = operation.name().partition("::")
         if room == "c10d" and name in self.KINDS:
-            sizes = [(tensor.numel(), tensor.nbytes) for tensor in tensors_in(args)]
-            numbers, n_bytes = max(sizes)
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            numbers, n_bytes = max((tensor.numel(), tensor.nbytes) for tensor in tensors)
             if numbers > 4:
                 self.calls.append((self.KINDS[name], numbers, n_bytes))
         return operation(*args, **(kwargs or {}))
-
-
-def tensors_in(value) -> list:
-    """The tensors in nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for inner in value for x in tensors_in(inner)] if type(value) in (list, tuple) else []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,17 +172,14 @@ def fully_sharded(rank, weights, x, target, lr, n_steps):
     """
     size = dist.get_world_size()
     x, target = x.chunk(size)[rank], target.chunk(size)[rank]
+    mesh = init_device_mesh("cpu", (size,))
     model = torch.nn.Sequential()
     for weight in weights:
         if len(model):
             model.append(torch.nn.GELU())
         layer = torch.nn.Linear(*reversed(weight.shape), bias=False)
         layer.weight = torch.nn.Parameter(weight.clone())
-        model.append(layer)
-    mesh = init_device_mesh("cpu", (size,))
-    for layer in model:
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh)
+        model.append(fully_shard(layer, mesh=mesh))
     fully_shard(model, mesh=mesh)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -277,18 +264,3 @@ def live_bytes() -> int:
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def main(argv) -> None:
-    """Print what three collectives do."""
-    config.arguments(argv)
-    ranks = start()
-    rows = []
-    for rank, found in enumerate(ranks(collectives)):
-        rows += [(rank, name, x.tolist(), y.tolist()) for name, (x, y) in found.items()]
-    ranks.stop()
-    print(program.table(("rank", "collective", "before", "after"), rows))
-
-
-if __name__ == "__main__":
-    config.run(main)

@@ -60,10 +60,9 @@ def lesson_paths() -> list[Path]:
 
 def lesson(number: str) -> Path:
     """The file of a lesson."""
-    by_number = {path.name[0]: path for path in lesson_paths()}
-    names = ", ".join(by_number)
-    require(number in by_number, f"no lesson {config.shown(number)}: there are {names}; {USAGE}")
-    return by_number[number]
+    found = [path for path in lesson_paths() if path.name[0] == number]
+    require(found, f"no lesson {config.shown(number)}: there are 0 to 8; {USAGE}")
+    return found[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -72,13 +71,13 @@ def lesson(number: str) -> Path:
 
 def listing() -> str:
     """All lessons, a line each, with what is done and what is next."""
-    finished = done()
-    lines = []
+    lines, left = [], []
     for path in lesson_paths():
-        mark = "done" if path.stem in finished else ""
+        is_done = path.stem in done()
         title = cells(path)[0].splitlines()[0].removeprefix("# Lesson ")
-        lines.append(f"{mark:>4}  {title}")
-    left = [path.name[0] for path in lesson_paths() if path.stem not in finished]
+        lines.append(f"{'done' if is_done else '':>4}  {title}")
+        if not is_done:
+            left.append(path.name[0])
     if left:
         lines += ["", f"next: python -m lessons {left[0]}, then python -m lessons check {left[0]}"]
     return "\n".join(lines)
@@ -196,9 +195,14 @@ def check(path: Path, answer: Path):
     from lessons import answers  # and torch with it
 
     checker = load(HERE / "checkers" / path.name)
-    with answers.Answer(answer) as given:
-        for title, part in answers.parts(checker):
-            yield title, *answers.judged(part, given)
+    try:
+        given = answers.Answer(answer)
+    except (AssertionError, answers.ToDo) as error:
+        yield "the file can be loaded", "wrong", str(error)
+        return
+    for title, part in answers.parts(checker):
+        yield title, *answers.judged(part, given)
+    given.stop()
 
 
 def load(path: Path):

@@ -1,42 +1,28 @@
 """The question that plan.py is asked, and its answer: one row for every plan.
 
-`PlanArgs` is the question: the fleet, prices, tokens. A `Row` has what a plan predicts: speed with
-its error band, memory, and what the run takes in time, money and energy. `table` prints the rows of
-any answer (the fastest layouts, a sweep over numbers of devices, several kinds of device, models
-for a budget), and JSON has the same rows. `details` has the rest of a single plan.
-
-Run `python -m planning.answer configs/mpt7b.py --device=mi250 --devices=64 --microbatch_size=8` for
-a recipe's own layout.
+`PlanArgs` is the question: the fleet, prices, tokens. A `Row` has all that a plan predicts: speed
+with its error band, seconds and bytes by part, and what the run takes in time, money and energy.
+`table` prints the rows of any answer (the fastest layouts, a sweep over numbers of devices, several
+kinds of device, models for a budget), `text` a single row in detail, and JSON has the same rows.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
 from typing import Literal
 
-import config
 import flops
 import program
 from config import MPTConfig, TrainConfig, UserError, require
 from devices import NODE_OVER_BOARD, NODE_WATTS, PUBLISHED_FRONTIER, Device
-from planning import certainty, matmuls, memory, search, step_time
-from planning.budget import SHAPE, TOKENS_PER_PARAMETER, Training
-from planning.fleet import UNKNOWN_LINK, FleetArgs, fleet_of, network_words
+from planning import certainty, matmuls, search, step_time
+from planning.budget import TOKENS_PER_PARAMETER, chinchilla_loss
+from planning.fleet import UNKNOWN_LINK, FleetArgs, network_words
 from planning.search import Plan, Question
 
 # The settings that fsdp_train.py needs for a layout.
-LAYOUT = (
-    "tp",
-    "sequence_parallel",
-    "pp",
-    "sharding",
-    "shard_size",
-    "activation_checkpointing",
-    "recompute_every",
-    "microbatch_size",
-    "global_batch_size",
-)
+LAYOUT = """tp sequence_parallel pp sharding shard_size activation_checkpointing recompute_every
+    microbatch_size global_batch_size""".split()
 # Settings of which each kind of device may have its own: --device=h100,mi250 --price=2.5,1.2
 OF_A_KIND = """device machine node_size network bandwidth memory_gb attention_efficiency
     calibrate price watts""".split()
@@ -81,17 +67,26 @@ class Row:
     device: str
     devices: int
     problem: str = ""
+    model: str = ""  # the flags of the model
     n_params: int | None = None
+    max_seq_len: int | None = None
     layout: dict | None = None  # {setting: value}
     layout_text: str = ""
     flags: str = ""  # with which fsdp_train.py runs this layout
+    seconds: dict | None = None  # of a step, by part
     tokens_per_second: float | None = None
     mfu: float | None = None  # 0 to 1
     tflops_per_device: float | None = None
-    gb: float | None = None  # of one device at its peak
+    convention: str = ""  # what the two count
+    published: dict | None = None  # TFLOP/s of a device, beside the plan's
+    bytes: dict | None = None  # of one device at its peak, by part
+    gb: float | None = None  # all of them
+    memory_gb: float | None = None  # GiB of the device
     share_of_memory: float | None = None
     fits: bool | None = None
     tokens: float | None = None
+    tokens_per_parameter: float | None = None
+    predicted_loss: float | None = None  # by Chinchilla's fit; not of adapters
     max_steps: int | None = None
     days: float | None = None
     cost: float | None = None
@@ -99,14 +94,14 @@ class Row:
     band: dict | None = None  # {tokens_per_second, days, cost or kwh: [low, high]}
     certainty: str = ""  # the kind of published runs that the band comes from
     efficiency: float | None = None  # in a sweep: speed per device / that of the smallest fleet
-    best: tuple[str, ...] = ()  # what it is the best of all rows in
     assumed: tuple[str, ...] = ()  # what the user did not set
 
 
 def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
     """The row of a plan."""
     fleet, cfg, rate = plan.fleet, plan.cfg, plan.tokens_per_second
-    tokens = args.tokens or TOKENS_PER_PARAMETER * flops.n_params(plan.m)
+    n_params = flops.n_params(plan.m)
+    tokens = args.tokens or float(TOKENS_PER_PARAMETER * n_params)
     device_hours = tokens / rate / 3600 * fleet.devices
     device_watts = watts(fleet.device, args)
     run = {
@@ -121,17 +116,26 @@ def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
         label=label or fleet.device.name,
         device=fleet.device.name,
         devices=fleet.devices,
-        n_params=flops.n_params(plan.m),
+        model=model_flags(plan.m),
+        n_params=n_params,
+        max_seq_len=plan.m.max_seq_len,
         layout={name: getattr(cfg, name) for name in LAYOUT} | {"dp": fleet.dp},
         layout_text=search.layout_text(plan),
         flags=flags(plan),
+        seconds=plan.seconds,
         tokens_per_second=rate,
         mfu=plan.mfu,
         tflops_per_device=rate * flops_per_token / fleet.devices / 1e12,
+        convention=matmuls.convention_of(cfg),
+        published=published(plan),
+        bytes=plan.bytes,
         gb=plan.bytes["peak"] / 1e9,
+        memory_gb=fleet.device.memory_gb,
         share_of_memory=plan.share_of_memory,
         fits=plan.fits,
         tokens=tokens,
+        tokens_per_parameter=tokens / n_params,
+        predicted_loss=None if cfg.lora_rank else chinchilla_loss(n_params, tokens),
         max_steps=math.ceil(tokens / (cfg.global_batch_size * plan.m.max_seq_len)),
         **run,
         band={"tokens_per_second": [rate * low, rate * high], **band},
@@ -171,19 +175,40 @@ def flags(plan: Plan) -> str:
     return " ".join(f"--{name}={value}" for name, value in values.items())
 
 
-# What is compared between kinds of device, {word: the figure that is best if small}.
-BEST = {"fastest": "days", "cheapest": "cost", "least energy": "kwh"}
+def model_flags(m: MPTConfig) -> str:
+    """The flags of a model: its shape, and what else the user has set.
+
+    Its attention is the trainer's choice: plans take any fused one for `sdpa`.
+    """
+    names = ["d_model", "n_heads", "n_layers"]
+    for field in fields(m):
+        is_set = getattr(m, field.name) != field.default
+        planned_as_fused = field.name == "attn_impl" and m.attn_impl == "sdpa"
+        if is_set and field.name not in names and not planned_as_fused:
+            names.append(field.name)
+    return " ".join(f"--{name}={getattr(m, name)}" for name in names)
 
 
-def with_best(rows: list[Row]) -> list[Row]:
-    """The rows, each with what it is the best of all in; a figure that lacks somewhere has none."""
-    planned = [row for row in rows if not row.problem]
-    best = {}
-    for word, name in BEST.items():
-        if all(getattr(row, name) for row in planned):
-            winner = min(planned, key=lambda row: getattr(row, name))
-            best.setdefault((winner.label, winner.devices), []).append(word)
-    return [replace(row, best=tuple(best.get((row.label, row.devices), ()))) for row in rows]
+def published(plan: Plan) -> dict | None:
+    """The published TFLOP/s of a device for this shape, beside the plan's; None if there are none.
+
+    Megatron's programs count what is recomputed, too; we do not know which was published.
+    """
+    shape = plan.m.n_layers, plan.m.d_model
+    if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
+        return None
+    return {
+        "tflops_per_device": PUBLISHED_FRONTIER[shape],
+        "source": "arXiv 2312.12705",
+        "planned": plan.mfu * plan.fleet.device.bf16_tflops,
+        "planned_with_recomputation": hardware_tflops(plan),
+    }
+
+
+def hardware_tflops(plan: Plan) -> float:
+    """TFLOP/s of a device, with the forwards that are computed twice."""
+    per_token = matmuls.flops_of_run(plan.m, plan.cfg, recomputed=True)
+    return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,7 +233,6 @@ def table(rows: list[Row]) -> str:
         "cost": [number(row.cost) for row in rows],
         "kWh": [number(row.kwh) for row in rows],
         "efficiency": [row.efficiency and f"{row.efficiency:.1%}" for row in rows],
-        "best": [", ".join(row.best) for row in rows],
         "layout": [row.problem or row.layout_text + fault(row) for row in rows],
     }
     if len(set(columns[""])) == 1:
@@ -283,36 +307,36 @@ def assumed_lines(rows: list[Row]) -> list[str]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# A plan in detail
-
-
-def details(plan: Plan) -> dict:
-    """What a plan predicts beside its row."""
-    return {
-        "seconds": plan.seconds,
-        "bytes": plan.bytes,
-        "convention": matmuls.convention_of(plan.cfg),
-        "published": published(plan),
-    }
-
-
-def text(plan: Plan, args: PlanArgs, others: list[Row] = (), below: list[str] = ()) -> str:
-    """A plan for a person to read. others: rows below it in the table; below: more lines."""
-    row, fleet, cfg = row_of(plan, args, "this plan"), plan.fleet, plan.cfg
-    size = f"{number(row.n_params / 1e9)}B parameters, sequence {plan.m.max_seq_len}"
-    split = f"dp {fleet.dp} x {cfg.global_batch_size // fleet.dp} sequences"
+def text_of_rows(rows: list[Row]) -> str:
+    """Several rows for a person to read."""
+    first = next(row for row in rows if not row.problem)
     lines = [
-        f"{size}, {fleet.devices} x {row.device}",
-        row.layout_text,
-        f"batch {cfg.global_batch_size} = {split}, in microbatches of {cfg.microbatch_size}",
+        f"{size(first)}, {tokens_text(first.tokens)}",
         "",
-        parts_table(plan),
+        table(rows),
+        "",
+        *labelled("certainty", certainty_lines(rows)),
+        *labelled("assumed", assumed_lines(rows)),
+    ]
+    return "\n".join(lines)
+
+
+def text(row: Row, others: list[Row] = (), below: list[str] = ()) -> str:
+    """A plan for a person to read. others: rows below it in the table; below: more lines."""
+    layout = row.layout
+    rows_of_batch = layout["global_batch_size"] // layout["dp"]
+    split = f"dp {layout['dp']} x {rows_of_batch} sequences"
+    microbatches = f"in microbatches of {layout['microbatch_size']}"
+    lines = [
+        f"{size(row)}, sequence {row.max_seq_len}, {row.devices} x {row.device}",
+        row.layout_text,
+        f"batch {layout['global_batch_size']} = {split}, {microbatches}",
+        "",
+        parts_table(row),
         "",
         table([row, *others]),
         "",
-        *summary_lines(plan, row),
-        *published_lines(published(plan)),
+        *summary_lines(row),
         *labelled("flags", [row.flags]),
         *below,
         *labelled("assumed", row.assumed),
@@ -320,21 +344,27 @@ def text(plan: Plan, args: PlanArgs, others: list[Row] = (), below: list[str] = 
     return "\n".join(lines)
 
 
-def parts_table(plan: Plan) -> str:
+def size(row: Row) -> str:
+    """6.66B parameters"""
+    return f"{number(row.n_params / 1e9)}B parameters"
+
+
+def parts_table(row: Row) -> str:
     """The milliseconds of a step and the GB of a rank, by part."""
-    step = plan.seconds["step"]
-    seconds = [(name, f"{1e3 * s:,.1f}", f"{s / step:.1%}") for name, s in plan.seconds.items()]
-    parts = [(name, n) for name, n in plan.bytes.items() if name not in ("peak", "moment")]
-    parts.append((f"all: {plan.bytes['moment']}", plan.bytes["peak"]))
+    step = row.seconds["step"]
+    seconds = [(name, f"{1e3 * s:,.1f}", f"{s / step:.1%}") for name, s in row.seconds.items()]
+    parts = [(name, n) for name, n in row.bytes.items() if name not in ("peak", "moment")]
+    parts.append((f"all: {row.bytes['moment']}", row.bytes["peak"]))
     n_bytes = [(name, f"{n / 1e9:.2f}") for name, n in parts]
     of_step = program.table(["a step", "ms", "share"], seconds)
     return f"{of_step}\n\n{program.table(['one device at its peak', 'GB'], n_bytes)}"
 
 
-def summary_lines(plan: Plan, row: Row) -> list[str]:
+def summary_lines(row: Row) -> list[str]:
     """Does it fit, how fast is it, and how long does the run take?"""
-    device = plan.fleet.device
-    fits = "fits" if plan.fits else f"DOES NOT FIT, {search.too_much(plan)}"
+    fits = "fits"
+    if not row.fits:
+        fits = f"DOES NOT FIT, {search.too_much(row.bytes, row.memory_gb)}"
     unit = unit_of_time([row])
     n, band = OF_A_DAY[unit], row.band
     time = f"{number(row.days * n)} {unit} ({span([end * n for end in band['days']])})"
@@ -344,45 +374,26 @@ def summary_lines(plan: Plan, row: Row) -> list[str]:
         energy = f", {number(row.kwh)} kWh ({span(band['kwh'])})"
     run = f"{tokens_text(row.tokens)}, --max_steps={row.max_steps}: {time}{cost}{energy}"
     speed = f"{row.tflops_per_device:.1f} TFLOP/s a device, MFU {row.mfu:.1%}"
-    return [
-        *labelled("memory", [f"{row.share_of_memory:.0%} of {device.memory_gb:g} GiB: {fits}"]),
-        *labelled("speed", [f"{speed} ({matmuls.convention_of(plan.cfg)})"]),
+    lines = [
+        *labelled("memory", [f"{row.share_of_memory:.0%} of {row.memory_gb:g} GiB: {fits}"]),
+        *labelled("speed", [f"{speed} ({row.convention})"]),
         *labelled("the run", [run]),
         *labelled("certainty", certainty_lines([row])),
     ]
+    if row.published:
+        theirs = f"{row.published['tflops_per_device']} TFLOP/s a GCD on Frontier"
+        again = f"{row.published['planned_with_recomputation']:.1f} with what is recomputed"
+        ours = f"this plan: {row.published['planned']:.1f}, or {again}"
+        lines += labelled("published", [f"{theirs} ({row.published['source']}); {ours}"])
+    return lines
 
 
-def published(plan: Plan) -> dict | None:
-    """The published TFLOP/s of a device for this shape, beside the plan's; None if there are none.
-
-    Megatron's programs count what is recomputed, too; we do not know which was published.
-    """
-    shape = plan.m.n_layers, plan.m.d_model
-    if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
-        return None
-    counted = plan.mfu * plan.fleet.device.bf16_tflops
-    return {
-        "tflops_per_device": PUBLISHED_FRONTIER[shape],
-        "source": "arXiv 2312.12705",
-        "planned": counted,
-        "planned_with_recomputation": hardware_tflops(plan),
-    }
-
-
-def published_lines(found: dict | None) -> list[str]:
-    """The line of `published`."""
-    if found is None:
-        return []
-    speed = f"{found['tflops_per_device']} TFLOP/s a GCD on Frontier ({found['source']})"
-    ours = f"this plan: {found['planned']:.1f}"
-    again = f"{found['planned_with_recomputation']:.1f} with what is recomputed"
-    return labelled("published", [f"{speed}; {ours}, or {again}"])
-
-
-def hardware_tflops(plan: Plan) -> float:
-    """TFLOP/s of a device, with the forwards that are computed twice."""
-    per_token = matmuls.flops_of_run(plan.m, plan.cfg, recomputed=True)
-    return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
+def training_lines(row: Row) -> list[str]:
+    """A model for a budget: its size, tokens and loss, and the flags that train it."""
+    tokens = f"{tokens_text(row.tokens)}, {row.tokens_per_parameter:.1f} a parameter"
+    about = f"{size(row)} on {tokens}: predicted loss {row.predicted_loss:.3f}"
+    launch = f"{row.model} {row.flags} --max_steps={row.max_steps}"
+    return labelled(row.label, [about, launch])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -403,9 +414,8 @@ def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
         lines.append(f"{fleet.node_size} devices a node, link {link} GB/s each way")
     if device.per_card > 1:
         lines.append(f"a card is {device.per_card} torch devices")
-    network = network_words(fleet, args)
-    if network and fleet.devices > fleet.node_size:
-        lines.append(network)
+    if fleet.devices > fleet.node_size and fleet.network_from != "set":
+        lines.append(network_words(fleet, args))
     return lines
 
 
@@ -426,15 +436,13 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
         share = f"{step_time.attention_share(device, c):.0%} of the peak"
         fix = "set --attention_efficiency for newer ones"
         lines.append(f"attention at {share}, as Triton's kernels of 2023: {fix}")
-    if cfg.compile is True:
+    if cfg.tp * cfg.pp > 1:  # where fsdp_train.py compiles nothing
+        lines.append("what tensor ranks and stages send is as counted, seconds are not measured")
+    elif cfg.compile is True:
         share = f"{1 - c.compiled:.0%} less"
         lines.append(f"compiled blocks read and write {share}, as it makes torchtitan's Llama fast")
-    elif cfg.tp * cfg.pp == 1:
+    else:
         lines.append("blocks are planned as eager, as in the published runs: set --compile")
-    if plan.fleet.tp > 1:
-        lines.append("tensor parallelism: bytes and collectives as counted, seconds not measured")
-    if plan.fleet.pp > 1:
-        lines.append("pipeline parallelism: bytes and messages as counted, seconds not measured")
     if certainty.launch_share(plan.m, cfg, plan.fleet) > 1:
         start = f"about {1e3 * certainty.LAUNCHES:g} ms to start, longer than they run"
         lines.append(f"the kernels of a block take {start}: that is not in the model")
@@ -458,7 +466,10 @@ def doubts(plan: Plan) -> list[str]:
 def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
     """Tokens, batch, attention and power."""
     device, cfg = plan.fleet.device, plan.cfg
-    lines = assumed_finetune(plan, args) if cfg.lora_rank else []
+    lines = []
+    if cfg.lora_rank and not args.max_steps and args.tokens == tokens_of_steps(plan.m, cfg):
+        steps = f"{cfg.max_steps:,} steps, fsdp_train.py's default"
+        lines.append(f"{steps}: set --max_steps or --tokens")
     if not args.tokens:
         lines.append(f"{TOKENS_PER_PARAMETER} tokens a parameter: set --tokens")
     if not args.global_batch_size:
@@ -475,18 +486,6 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
     return lines
 
 
-def assumed_finetune(plan: Plan, args: PlanArgs) -> list[str]:
-    """Where the length of a run with adapters is from, if it is not plainly the user's."""
-    fix = "set --max_steps or --tokens"
-    if not args.max_steps and args.tokens == tokens_of_steps(plan.m, plan.cfg):
-        return [f"{plan.cfg.max_steps:,} steps, fsdp_train.py's default: {fix}"]
-    of_base = args.tokens / flops.n_params(plan.m)
-    if of_base > 1:
-        tokens = f"{number(of_base)} tokens for each parameter of the base"
-        return [f"{tokens}: that is pretraining's length, not a finetune's: {fix}"]
-    return []
-
-
 def tokens_of_steps(m: MPTConfig, cfg: TrainConfig) -> float:
     """The tokens of cfg.max_steps."""
     return float(cfg.max_steps * cfg.global_batch_size * m.max_seq_len)
@@ -499,41 +498,33 @@ def tokens_of_steps(m: MPTConfig, cfg: TrainConfig) -> float:
 def split_kinds(argv: list[str]) -> list[tuple[str, list[str]]]:
     """[(what tells the kind from others, its argv)] for each kind of device that argv names.
 
-    UserError if a name is empty, values for some of them lack, or they share one measurement.
+    UserError if values for some of them lack.
     """
     lists = {}  # {word: its values}
     for word in argv:
         if flops.flag_name(word) in OF_A_KIND and "," in word:
-            lists[word] = [value.strip() for value in word.partition("=")[2].split(",")]
+            lists[word] = word.partition("=")[2].split(",")
     names = [word for word in lists if flops.flag_name(word) in ("device", "machine")]
     if not names:
         return [("", argv)]
 
     n = len(lists[names[0]])
     for word, values in lists.items():
-        empty = word in names and not all(values)
-        require(not empty, f"{word} has an empty name: remove the extra comma")
         fix = f"{n} kinds of device need one value, or {n}"
         require(len(values) == n, f"{word} has {len(values)} values: {fix}")
-    n_unlike = len(set(lists[names[0]]))
-    for word in argv:
-        is_shared = flops.flag_name(word) == "calibrate" and word not in lists and n_unlike > 1
-        fix = f"give one for each, or none, between commas: {config.shell(word + ',' * (n - 1))}"
-        require(not is_shared, f"{word} was measured on one device, and you name {n_unlike}: {fix}")
 
     kinds = []
     for i in range(n):
-        own = {word: values[i] for word, values in lists.items()}
-        kind_argv = [
-            f"{word.partition('=')[0]}={own[word]}" if word in own else word for word in argv
-        ]
-        differs = [f"{flops.flag_name(w)} {value}" for w, value in own.items() if w not in names]
-        kinds.append((", ".join(differs), kind_argv))
+        own = {}  # {word: the word of this kind}
+        for word, values in lists.items():
+            own[word] = f"{word.partition('=')[0]}={values[i].strip()}"
+        differs = [own[word].lstrip("-").replace("=", " ") for word in own if word not in names]
+        kinds.append((", ".join(differs), [own.get(word, word) for word in argv]))
     return kinds
 
 
 # --------------------------------------------------------------------------------------------------
-# Several numbers of devices, and models for a budget
+# Several numbers of devices
 
 
 def planned_on(q: Question, n: int, args: PlanArgs, label: str) -> Row:
@@ -555,16 +546,13 @@ def sweep(q: Question, counts: list[int], args: PlanArgs) -> list[Row]:
     require(smallest is not None, strong[0].problem)
     weak = []
     for n in counts:
-        batch = scaled_batch(q.cfg.global_batch_size, n, Fraction(n, smallest))
-        larger = replace(q, cfg=replace(q.cfg, global_batch_size=batch))
+        batch = q.cfg.global_batch_size
+        scaled, rest = divmod(batch * n, smallest)
+        if rest:
+            scaled = math.ceil(batch / smallest) * n
+        larger = replace(q, cfg=replace(q.cfg, global_batch_size=scaled))
         weak.append(planned_on(larger, n, args, "weak scaling"))
     return with_efficiency(strong) + with_efficiency(weak)
-
-
-def scaled_batch(batch: int, n: int, scale: Fraction) -> int:
-    """The batch times `scale`. If that is no whole number, the next multiple of n devices."""
-    scaled = batch * scale
-    return int(scaled) if scaled.denominator == 1 else math.ceil(scaled / n) * n
 
 
 def with_efficiency(rows: list[Row]) -> list[Row]:
@@ -572,55 +560,7 @@ def with_efficiency(rows: list[Row]) -> list[Row]:
     speeds = [row.tokens_per_second / row.devices for row in rows if not row.problem]
     found = []
     for row in rows:
-        if row.tokens_per_second:
+        if not row.problem:
             row = replace(row, efficiency=row.tokens_per_second / row.devices / speeds[0])
         found.append(row)
     return found
-
-
-def training_row(training: Training, args: PlanArgs, label: str) -> dict:
-    """The row of a model of budget.budget as JSON, with its shape and its predicted loss."""
-    row = row_of(training.plan, replace(args, tokens=float(training.tokens)), label)
-    return {
-        **vars(row),
-        "model": model_flags(training.plan.m),
-        "tokens_per_parameter": training.tokens_per_parameter,
-        "predicted_loss": training.loss,
-    }
-
-
-def training_lines(row: dict) -> list[str]:
-    """A model of `training_row`: its size, tokens and loss, and the flags that train it."""
-    size, each = number(row["n_params"] / 1e9), row["tokens_per_parameter"]
-    about = f"{size}B parameters on {tokens_text(row['tokens'])}, {each:.1f} a parameter"
-    about += f": predicted loss {row['predicted_loss']:.3f}"
-    launch = f"{row['model']} {row['flags']} --max_steps={row['max_steps']}"
-    return labelled(row["label"], [about, launch])
-
-
-def model_flags(m: MPTConfig) -> str:
-    """The flags of a model that budget.budget has shaped, with what the user set beside the shape.
-
-    Its attention is the trainer's choice: plans take any fused one for `sdpa`.
-    """
-    names = ["d_model", "n_heads", "n_layers"]
-    for field in fields(m):
-        is_set = getattr(m, field.name) != field.default
-        planned_as_fused = field.name == "attn_impl" and m.attn_impl == "sdpa"
-        if is_set and field.name not in SHAPE and not planned_as_fused:
-            names.append(field.name)
-    return " ".join(f"--{name}={getattr(m, name)}" for name in names)
-
-
-# --------------------------------------------------------------------------------------------------
-# The program
-
-
-def main(argv: list[str]) -> None:
-    """Print the answer for the settings in argv as they are: nothing is chosen."""
-    m, cfg, args = config.load(memory.with_base(argv), MPTConfig, TrainConfig, PlanArgs)
-    print(text(search.evaluate(m, cfg, fleet_of(args, cfg.tp, cfg.pp)), args))
-
-
-if __name__ == "__main__":
-    config.run(main)

@@ -55,25 +55,15 @@ def default_batch(cfg: TrainConfig, n: int) -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """A plan, and the steps of its run."""
+    """A plan, and the tokens that it takes in the time of its run."""
 
     plan: Plan
-    steps: int
-
-    @property
-    def tokens(self) -> int:
-        """Of all steps."""
-        return self.steps * self.plan.cfg.global_batch_size * self.plan.m.max_seq_len
+    tokens: int
 
     @property
     def tokens_per_parameter(self) -> float:
         """Chinchilla's rule is about 20."""
         return self.tokens / flops.n_params(self.plan.m)
-
-    @property
-    def loss(self) -> float:
-        """By Chinchilla's fit."""
-        return chinchilla_loss(flops.n_params(self.plan.m), self.tokens)
 
 
 def chinchilla_loss(n_params: float, tokens: float) -> float:
@@ -114,7 +104,8 @@ def train_for(days: float, m: MPTConfig, q: Question) -> Training:
     Raises UserError as `search.best`.
     """
     plan = fastest(replace(q, m=m))
-    return Training(plan, int(days * 86400 / plan.seconds["step"]))
+    steps = int(days * 86400 / plan.seconds["step"])
+    return Training(plan, steps * plan.cfg.global_batch_size * m.max_seq_len)
 
 
 def budget(q: Question, days: float) -> list[Training]:
@@ -167,8 +158,9 @@ def main(argv: list[str]) -> None:
     if "global_batch_size" not in map(flops.flag_name, flags):
         cfg = replace(cfg, global_batch_size=default_batch(cfg, args.devices))
     for training in budget(Question(m, cfg, asked, fleet_of(args)), days):
-        size = f"{flops.n_params(training.plan.m) / 1e9:.3g}B parameters"
-        print(f"{size} on {training.tokens / 1e9:,.0f}B tokens: predicted loss {training.loss:.3f}")
+        n_params, tokens = flops.n_params(training.plan.m), training.tokens
+        run = f"{n_params / 1e9:.3g}B parameters on {tokens / 1e9:,.0f}B tokens"
+        print(f"{run}: predicted loss {chinchilla_loss(n_params, tokens):.3f}")
 
 
 if __name__ == "__main__":

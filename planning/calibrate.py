@@ -20,12 +20,11 @@ import contextlib
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import config
 import devices
-import flops
 import program
 from config import MPTConfig, TrainConfig, UserError, require
 from planning import step_time
@@ -57,7 +56,7 @@ class Run:
 
     def predicted(self, fleet: Fleet, c: Constants, trainer: Trainer) -> float:
         """Tokens/s of all ranks as predicted, on nodes as recorded, else as `fleet` has them."""
-        m, cfg = settings_of_flags(self.flags.split())
+        m, cfg = config.load(self.flags.split(), MPTConfig, TrainConfig)
         node_size = max(fleet.node_size, self.ranks if self.nodes else 0)
         if self.nodes > 1:
             node_size = math.ceil(self.ranks / self.nodes)
@@ -65,69 +64,18 @@ class Run:
         return step_time.tokens_per_second(m, cfg, fleet, c, trainer)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """What a file holds."""
+    """What files hold: the contents of a file of --save."""
 
     device: str  # as it reports its name
-    machine: dict  # the contents of a machine.json; {} if there is none
-    runs: list[Run]
-    node_size: int | None = None  # as somebody has set it
+    node_size: int | None = None  # torch devices of a node, as somebody has set it
+    machine: dict = field(default_factory=dict)  # the contents of a machine.json
+    runs: list[Run] = field(default_factory=list)
 
 
 # --------------------------------------------------------------------------------------------------
 # Files
-
-
-def read(path: str) -> Measured:
-    """What a file has measured. Raises UserError if it is missing or of another kind."""
-    require(Path(path).is_file(), f"no file {path!r} to calibrate with")
-    with naming_errors(path):
-        if path.endswith(".csv"):
-            return read_table(files.read_csv(path, ["status"], "a table of `bench train`"))
-        measured = files.read_json(path, fix=f"this is not {KINDS}")
-        attention = "of `bench attention`: set the share that it reaches as --attention_efficiency"
-        require("cells" not in measured, attention)
-        if "runs" not in measured:
-            return Measured(str(measured["device"]), measured, [])
-        runs = [Run(**values) for values in measured["runs"]]
-        return Measured(measured["device"], measured["machine"], runs, measured["node_size"])
-
-
-def read_table(rows: list[dict]) -> Measured:
-    """The rows of this project's trainer in bf16 with status ok. Raises UserError."""
-    usable = []
-    for row in rows:
-        is_ok = row["status"] == "ok" and row["precision"].startswith("bf16")
-        if is_ok and not row["model"].startswith("transformers"):
-            usable.append(row)
-    require(usable, "no row of this project's trainer in bf16 with status ok")
-    names = sorted({row["device"] for row in usable})
-    require(len(names) == 1, f"rows of several devices: {', '.join(names)}")
-    runs = []
-    for row in usable:
-        nodes = int(row.get("nodes") or 0)
-        rate = float(row["tokens_per_second"])
-        runs.append(Run(" ".join(flags_of(row)), int(row["ranks"]), nodes, rate))
-    return Measured(names[0], {}, runs)
-
-
-def flags_of(row: dict) -> list[str]:
-    """The settings of a row that the planner reads."""
-    flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
-    return flags + [f"--{setting}" for setting in row.get("others", "").split()]
-
-
-def settings_of(row: dict) -> tuple[MPTConfig, TrainConfig]:
-    """The settings of a row of `bench train` that the planner reads. Raises UserError."""
-    return settings_of_flags(flags_of(row))
-
-
-def settings_of_flags(flags: list[str]) -> tuple[MPTConfig, TrainConfig]:
-    """The settings that these flags are. Raises UserError."""
-    require("--help" not in flags, "a row with the setting help")
-    m, cfg = config.load(flags, MPTConfig, TrainConfig)
-    return m, cfg
 
 
 @contextlib.contextmanager
@@ -141,6 +89,50 @@ def naming_errors(path: str):
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         cause = f"{type(error).__name__} {config.one_line(error)}"
         raise UserError(f"{path} is not {KINDS}: {cause}") from error
+
+
+def read(path: str) -> Measured:
+    """What a file has measured. Raises UserError if it is missing or of another kind."""
+    require(Path(path).is_file(), f"no file {path!r} to calibrate with: name {KINDS}")
+    with naming_errors(path):
+        if path.endswith(".csv"):
+            return read_table(files.read_csv(path, ["status"], "a table of `bench train`"))
+        found = files.read_json(path, fix=f"this is not {KINDS}")
+        attention = "of `bench attention`: set the share that it reaches as --attention_efficiency"
+        require("cells" not in found, attention)
+        if "runs" not in found:
+            return Measured(str(found["device"]), machine=found)
+        runs = [Run(**values) for values in found["runs"]]
+        return Measured(found["device"], found["node_size"], found["machine"], runs)
+
+
+def read_table(rows: list[dict]) -> Measured:
+    """The rows of this project's trainer in bf16 with status ok. Raises UserError."""
+    runs, names = [], set()
+    for row in rows:
+        is_ok = row["status"] == "ok" and row["precision"].startswith("bf16")
+        if is_ok and not row["model"].startswith("transformers"):
+            rate = float(row["tokens_per_second"])
+            nodes = int(row.get("nodes") or 0)
+            runs.append(Run(" ".join(flags_of(row)), int(row["ranks"]), nodes, rate))
+            names.add(row["device"])
+    require(runs, "no row of this project's trainer in bf16 with status ok")
+    require(len(names) == 1, f"rows of several devices: {', '.join(sorted(names))}")
+    return Measured(names.pop(), runs=runs)
+
+
+def flags_of(row: dict) -> list[str]:
+    """The settings of a row that the planner reads. Raises UserError."""
+    others = row.get("others", "").split()
+    require("help" not in others, "a row with the setting help")
+    flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
+    return flags + [f"--{setting}" for setting in others]
+
+
+def settings_of(row: dict) -> tuple[MPTConfig, TrainConfig]:
+    """The settings of a row of `bench train` that the planner reads. Raises UserError."""
+    m, cfg = config.load(flags_of(row), MPTConfig, TrainConfig)
+    return m, cfg
 
 
 def device_of(path: str) -> str:
@@ -165,43 +157,36 @@ def require_same_device(reported: str, device: devices.Device) -> None:
 # What follows from them
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What was measured, and what follows."""
+def from_files(
+    paths: list[str], fleet: Fleet, trainer: Trainer
+) -> tuple[Measured, Fleet, Constants]:
+    """What all files together have measured, and the fleet and the constants that follow.
 
-    fleet: Fleet
-    c: Constants
-    machine: dict  # the contents of machine.json; {} if there is none
-    runs: list[Run]
-    predicted: list[float]  # tokens/s of each run
-
-
-def from_file(path: str, fleet: Fleet, trainer: Trainer) -> tuple[Fleet, Constants]:
-    """`fleet` and the constants with what the file has measured. See `from_files`."""
-    found = from_files([path], fleet, trainer)
-    return found.fleet, found.c
-
-
-def from_files(paths: list[str], fleet: Fleet, trainer: Trainer) -> Calibration:
-    """What all files together have measured. Of two machine.json the later one counts.
-
-    Device, nodes and network of `fleet` are used, not how many devices it has. Raises UserError if
-    a file is missing, broken, or measured on another device.
+    Of two machine.json the later one counts. Device, nodes and network of `fleet` are used, not how
+    many devices it has. Raises UserError if a file is missing, broken, or of another device.
     """
-    machine, runs = {}, []
-    for measured in map(read, paths):
-        machine = measured.machine or machine
-        runs += measured.runs
-        with naming_errors(" ".join(paths)):
-            require_same_device(measured.device, fleet.device)
-            fleet = with_node_size(fleet, measured.node_size or fleet.node_size)
-
+    files_read = [read(path) for path in paths]
+    measured = files_read[0]
     with naming_errors(" ".join(paths)):
-        runs = list(dict.fromkeys(runs))  # each once
-        fleet, c = from_machine(machine, fleet) if machine else (fleet, Constants())
-        c, predicted = with_pace(runs, fleet, c, trainer)
-        notes = (*fleet.notes, *notes_of(runs, predicted, fleet))
-    return Calibration(replace(fleet, notes=notes), c, machine, runs, predicted)
+        runs = {}  # each once
+        for one in files_read:
+            require_same_device(one.device, fleet.device)
+            fleet = with_node_size(fleet, one.node_size or fleet.node_size)
+            measured.machine = one.machine or measured.machine
+            runs |= dict.fromkeys(one.runs)
+        measured.runs = list(runs)
+
+        c = Constants()
+        if measured.machine:
+            fleet, c = from_machine(measured.machine, fleet)
+        c = with_pace(measured.runs, fleet, c, trainer)
+        errors = [run.predicted(fleet, c, trainer) / run.tokens_per_second - 1 for run in runs]
+    measured.node_size = fleet.node_size
+    note = "no training run was measured: the rest is LLM Foundry's of 2023, on A100 and H100"
+    if runs:
+        found = f"speed calibrated by {len(runs)} run{'s' * (len(runs) > 1)} (pace {c.pace:.3g})"
+        note = f"{found}, which it predicts within {max(map(abs, errors)):.1%}"
+    return measured, replace(fleet, notes=(*fleet.notes, note)), c
 
 
 def from_machine(measured: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
@@ -244,86 +229,37 @@ def from_machine(measured: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
     return fleet, c
 
 
-def with_pace(
-    runs: list[Run], fleet: Fleet, c: Constants, trainer: Trainer
-) -> tuple[Constants, list[float]]:
-    """The constants with the pace of these runs, and the tokens/s then predicted for each.
-
-    Raises UserError if a run cannot be right.
-    """
-    if not runs:
-        return c, []
-    for _ in range(20):
-        predicted = [run.predicted(fleet, c, trainer) for run in runs]
-        times = [rate / run.tokens_per_second for rate, run in zip(predicted, runs, strict=True)]
+def with_pace(runs: list[Run], fleet: Fleet, c: Constants, trainer: Trainer) -> Constants:
+    """The constants with the pace of these runs. Raises UserError if a run cannot be right."""
+    for _ in range(20 if runs else 0):
+        times = [run.predicted(fleet, c, trainer) / run.tokens_per_second for run in runs]
         for run, ratio in zip(runs, times, strict=True):
             slow = f"{run.tokens_per_second:g} tokens/s take {ratio:.2g} times the predicted time"
             require(0.05 < ratio < 20, f"{slow}: is --device right?")
         error = statistics.geometric_mean(times)
+        c = replace(c, pace=c.pace * error)
         if abs(error - 1) < 1e-6:
             break
-        c = replace(c, pace=c.pace * error)
-    return c, predicted
-
-
-def notes_of(runs: list[Run], predicted: list[float], fleet: Fleet) -> list[str]:
-    """What a plan says of the runs: how alike they are, and which are faster than matmuls."""
-    if not runs:
-        rest = "no training run was measured: the rest is LLM Foundry's of 2023, on A100 and H100"
-        return [rest]
-    pairs = list(zip(runs, predicted, strict=True))
-    largest = max(abs(rate / run.tokens_per_second - 1) for run, rate in pairs)
-    count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-    lines = [f"speed calibrated by {count}, which it predicts within {largest:.1%}"]
-    reachable = fleet.device.reachable or Constants().reachable
-    for run in runs:
-        m, cfg = settings_of_flags(run.flags.split())
-        per_flop = run.tokens_per_second / run.ranks / fleet.device.bf16_tflops / 1e12
-        setup = flops.setup_of(cfg)
-        shares = [per_flop * flops.flops_of(m, name, setup)[1] for name in ("foundry", "causal")]
-        doubt = flops.doubt(*shares, reachable)
-        if doubt:
-            lines.append(f"DOUBTFUL: {run.tokens_per_second:g} tokens/s on {run.ranks}: {doubt}")
-    return lines
+    return c
 
 
 # --------------------------------------------------------------------------------------------------
 # The program
 
 
-def save(path: str, device: str, found: Calibration) -> None:
-    """Keep the measurements in a file. device: as it reports its name. Raises UserError."""
-    require(path.endswith(".json"), f"--save={path}: give the name of a .json file")
-    measurements = {
-        "device": device,
-        "node_size": found.fleet.node_size,
-        "machine": {name: value for name, value in found.machine.items() if name != "by_rank"},
-        "runs": [asdict(run) for run in found.runs],
-    }
-    files.write_atomically(path, json.dumps(measurements, indent=1).encode())
-
-
-def report(before: Fleet, found: Calibration) -> str:
-    """The inputs of planning/step_time.py before and after, and every run."""
-    device, old = found.fleet.device, before.device
-    inputs = [
-        ("share of the peak that matmuls reach", device.reachable, old.reachable),
-        ("memory, GB/s", device.bandwidth_gbs, old.bandwidth_gbs),
-        ("link, GB/s", device.link_gbs, old.link_gbs),
-        ("network of a node, GB/s", found.fleet.network_gbs, before.network_gbs),
-        ("latency of a hop, us", found.c.hop * 1e6, Constants().hop * 1e6),
-        ("pace", found.c.pace, 1.0),
-    ]
-    rows = [(name, *(f"{value or math.nan:.4g}" for value in pair)) for name, *pair in inputs]
-    tables = [program.table(("input", "now", "before"), rows)]
+def report(measured: Measured, fleet: Fleet, c: Constants) -> str:
+    """Every run beside its prediction, and what a plan will say."""
     rows = []
-    for run, rate in zip(found.runs, found.predicted, strict=True):
+    for run in measured.runs:
+        rate = run.predicted(fleet, c, step_time.OURS)
         error = rate / run.tokens_per_second - 1
         figures = f"{run.tokens_per_second:,.0f}", f"{rate:,.0f}", f"{error:+.1%}"
         rows.append((run.ranks, *figures, run.flags.replace("--", "")))
-    if rows:
-        tables.append(program.table(("ranks", "tokens/s", "predicted", "error", "run"), rows))
-    return "\n\n".join([*tables, "\n".join(found.fleet.notes)])
+    notes = "\n".join(fleet.notes)
+    if not rows:
+        return notes
+    heads = ("ranks", "tokens/s", "predicted", "error", "run")
+    return f"{program.table(heads, rows)}\n\n{notes}"
 
 
 def main(argv: list[str]) -> None:
@@ -332,15 +268,14 @@ def main(argv: list[str]) -> None:
     (args,) = config.load([text for text in argv if text.startswith("-")], CalibrateArgs)
     usage = "python -m planning.calibrate results.csv machine.json --device=mi250"
     require(paths, f"usage: {usage}")
-    reported = device_of(paths[0])
+    names_json = not args.save or args.save.endswith(".json")
+    require(names_json, f"--save={args.save}: give the name of a .json file")
     if args.device == "auto" and not args.machine:
-        args = replace(args, device=reported)
-    before = fleet_of(args)
-    found = from_files(paths, before, step_time.OURS)
-    found = replace(found, fleet=with_flags(found.fleet, args))
-    print(report(before, found))
+        args = replace(args, device=device_of(paths[0]))
+    measured, fleet, c = from_files(paths, fleet_of(args), step_time.OURS)
+    print(report(measured, with_flags(fleet, args), c))
     if args.save:
-        save(args.save, reported, found)
+        files.write_atomically(args.save, json.dumps(asdict(measured), indent=1).encode())
 
 
 if __name__ == "__main__":

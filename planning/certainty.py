@@ -59,24 +59,23 @@ def kind_of(cfg: TrainConfig, fleet: Fleet) -> str:
 
 
 @functools.cache
+def factors() -> dict[str, list[float]]:
+    """{kind: measured / predicted tokens/s of its published runs}."""
+    found = {kind: [] for kind in KINDS}
+    for row in files.read_csv(RESIDUALS, ["split", "nodes", "factor"]):
+        kind = row["nodes"] if row["split"] == "neither tp nor pp" else "tp or pp"
+        found[kind].append(float(row["factor"]))
+    return found
+
+
 def bands() -> dict[str, tuple[float, float]]:
     """{kind: (low, high)}: the 10th and 90th percentile of measured / predicted, and 1 between."""
     found = {}
-    for kind in KINDS:
-        tenths = statistics.quantiles(factors(kind), n=10, method="inclusive")
+    for kind, ratios in factors().items():
+        tenths = statistics.quantiles(ratios, n=10, method="inclusive")
         found[kind] = min(tenths[0], 1.0), max(tenths[-1], 1.0)
     widest = min(min(low, 1 / high) for low, high in found.values())
     return {**found, ANYTHING_ELSE: (widest, 1 / widest)}
-
-
-def factors(kind: str) -> list[float]:
-    """measured / predicted tokens/s of the published runs of a kind."""
-    found = []
-    for row in files.read_csv(RESIDUALS, ["split", "nodes", "factor"]):
-        of_row = row["nodes"] if row["split"] == "neither tp nor pp" else "tp or pp"
-        if of_row == kind:
-            found.append(float(row["factor"]))
-    return found
 
 
 def launch_share(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> float:
@@ -93,7 +92,7 @@ def main(argv: list[str]) -> None:
     config.arguments(argv)
     rows = []
     for kind, (low, high) in bands().items():
-        runs = len(factors(kind)) or "none"
+        runs = len(factors().get(kind, ())) or "none"
         rows.append([kind, runs, f"{low:.2f} to {high:.2f}"])
     print(program.table(["kind", "runs", "measured / predicted"], rows))
 

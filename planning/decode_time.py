@@ -91,31 +91,32 @@ def report(m: MPTConfig, args: DecodeTimeArgs) -> str:
         "keys and values": args.batch * context * kv_bytes_per_token(m),
     }
     n_bytes["all"] = sum(n_bytes.values())
-    heading = (
-        f"{flops.n_params(m):,} parameters in bf16, {args.batch} x {context} tokens in the cache"
-    )
+    heading = f"{flops.n_params(m):,} parameters in bf16"
+    heading += f", {args.batch} x {context} tokens in the cache"
     if args.device in devices.THIS_MACHINE:
         rows = [(name, f"{n / 1e9:.3f}") for name, n in n_bytes.items()]
         table = program.table(("read for a token", "GB"), rows)
         return f"{heading}\n\n{table}\n\nfor milliseconds, set --device=mi250 (for example)"
 
     device = devices.by_name(args.device)
-    ms = {name: n / device.bandwidth_gbs / 1e6 for name, n in n_bytes.items()}
-    rows = [(name, f"{n / 1e9:.3f}", f"{ms[name]:.3f}") for name, n in n_bytes.items()]
-    rate = 1e3 / ms["all"]
+    rows = []
+    for name, n in n_bytes.items():
+        rows.append((name, f"{n / 1e9:.3f}", f"{n / device.bandwidth_gbs / 1e6:.3f}"))
+    rate = device.bandwidth_gbs * 1e9 / n_bytes["all"]
     lines = [
         heading,
         f"{device.name}, {device.bandwidth_gbs:g} GB/s\n",
         program.table(("read for a token", "GB", "ms"), rows),
         f"\nat most {rate:,.1f} tokens/s per sequence, {args.batch * rate:,.1f} in all",
     ]
-    if n_bytes["all"] > device.memory_gb * 2**30:
-        gib = n_bytes["all"] / 2**30
+    gib = n_bytes["all"] / 2**30
+    if gib > device.memory_gb:
         lines.append(f"does not fit: {gib:.1f} GiB, the device has {device.memory_gb:g}")
     if device.bf16_tflops:
         ridge = compute_bound_batch(device.bf16_tflops, device.bandwidth_gbs)
-        longer = "the matmuls take longer than reading the weights"
-        lines.append(f"from a batch of {ridge:.0f} {longer}")
+        lines.append(
+            f"from a batch of {ridge:.0f} the matmuls take longer than reading the weights"
+        )
     return "\n".join(lines)
 
 

@@ -90,9 +90,10 @@ class Fleet:
 
     def __post_init__(self):
         replica = self.tp * self.pp  # ranks that hold one copy of the model
-        split = f"tp {self.tp} x pp {self.pp} = {replica}"
-        divides = self.devices % replica == 0
-        require(divides, f"devices {self.devices} is not a multiple of {split}")
+        below = self.devices // replica * replica
+        nearest = f"{below} or {below + replica}" if below else f"{replica}"
+        problem = f"devices {self.devices} is not a multiple of tp {self.tp} x pp {self.pp}"
+        require(self.devices == below, f"{problem} = {replica}: set --devices={nearest}")
 
         can_be = [n for n in range(1, self.node_size + 1) if self.node_size % n == 0]
         in_one_node = self.devices <= self.node_size or self.tp in can_be
@@ -166,33 +167,23 @@ def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1) -> Fleet:
     unknown or contradicts the machine, or the split is impossible.
     """
     machine = MACHINES.get(args.machine)
-    device = device_of(args)
-    if machine:  # nodes of another size have as much network for each device
-        node_size, per_device = machine.node_size, machine.network_gbs / machine.node_size
+    if machine:
+        device = device_of_machine(machine, args)
+        node_size, network_gbs = machine.node_size, machine.network_gbs
     else:
-        node_size, per_device = NODE_SIZE, usual_network(device)
-    node_size = args.node_size or node_size
-    fleet = Fleet(
-        device,
-        args.devices,
-        node_size,
-        per_device * node_size,
-        tp,
-        pp,
-        network_from="machine" if machine else "assumed",
-    )
-    return with_flags(fleet, args)
+        device = devices.by_name(args.device)
+        node_size, network_gbs = NODE_SIZE, usual_network(device) * NODE_SIZE
+    source = "machine" if machine else "assumed"
+    fleet = Fleet(device, args.devices, node_size, network_gbs, network_from=source)
+    return replace(with_flags(fleet, args), tp=tp, pp=pp)
 
 
-def device_of(args: FleetArgs) -> Device:
-    """The device of these settings: --device, else the machine's."""
-    machine = MACHINES.get(args.machine)
-    if machine is None:
-        return devices.by_name(args.device)
+def device_of_machine(machine: Machine, args: FleetArgs) -> Device:
+    """The device of a machine, perhaps with more memory than most of its nodes have."""
     its_device = devices.by_name(machine.device)
     if args.device in devices.THIS_MACHINE:
         return its_device
-    device = devices.by_name(args.device)  # perhaps with more memory than most of its nodes have
+    device = devices.by_name(args.device)
     same_family = device.name.split()[0] == its_device.name.split()[0]
     has = f"--machine={args.machine} has {its_device.name}"
     require(same_family, f"{has}: remove --device={args.device}")
@@ -217,17 +208,16 @@ def with_node_size(fleet: Fleet, node_size: int) -> Fleet:
 
 def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
     """`fleet` with what the flags set: they override measurements. UserError as in `fleet_of`."""
-    device = fleet.device
     device = replace(
-        device,
-        bandwidth_gbs=args.bandwidth or device.bandwidth_gbs,
-        memory_gb=args.memory_gb or device.memory_gb,
-        attention=args.attention_efficiency or device.attention,
+        fleet.device,
+        bandwidth_gbs=args.bandwidth or fleet.device.bandwidth_gbs,
+        memory_gb=args.memory_gb or fleet.device.memory_gb,
+        attention=args.attention_efficiency or fleet.device.attention,
     )
     fleet = with_node_size(replace(fleet, device=device), args.node_size or fleet.node_size)
     if not args.network:
         return fleet
-    if args.network > DOUBTFUL_NETWORK * usual_network(fleet.device) * fleet.node_size:
+    if args.network > DOUBTFUL_NETWORK * usual_network(device) * fleet.node_size:
         gbs = f"--network={args.network:g} is {args.network:,.6g} GB/s a node, each way"
         fix = f"if these are Gb/s, divide by 8: --network={args.network / 8:g}"
         config.say_once("note", f"{gbs}: {fix}")
@@ -235,45 +225,38 @@ def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
 
 
 def network_words(fleet: Fleet, args: FleetArgs) -> str:
-    """Where the network's figure is from; empty if the user has set it."""
+    """The network, and where its figure is from if the user has not set it."""
     gbs = f"network {fleet.network_gbs:g} GB/s a node, each way"
+    if fleet.network_from == "set":
+        return gbs
     if fleet.network_from == "measured":
         return f"{gbs}: measured"
     if fleet.network_from == "machine":
         links = MACHINES[args.machine].links
         return f"{gbs}: {args.machine}'s, {links}, of which not all may arrive"
-    if fleet.network_from == "assumed":
-        name = fleet.device.name
-        is_known = name.startswith(tuple(devices.NETWORK_GBS))
-        source = f"as usual with {name}" if is_known else "a guess"
-        each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
-        fix = "set --network or --machine, it matters more than any constant"
-        return f"{gbs}: {each}, {source}: {fix}"
-    return ""
+    name = fleet.device.name
+    is_known = name.startswith(tuple(devices.NETWORK_GBS))
+    source = f"as usual with {name}" if is_known else "a guess"
+    each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
+    fix = "set --network or --machine, it matters more than any constant"
+    return f"{gbs}: {each}, {source}: {fix}"
 
 
 # --------------------------------------------------------------------------------------------------
 # The program
 
 
-def machine_table() -> str:
-    """The machines that have a name."""
-    rows = []
-    for name, machine in MACHINES.items():
-        device = devices.by_name(machine.device).name
-        rows.append((name, device, machine.node_size, machine.network_gbs, machine.links))
-    return program.table(("machine", "device", "a node has", "GB/s", "network"), rows)
-
-
 def main(argv: list[str]) -> None:
     """Print the bandwidth of rings of several sizes on the fleet in argv, else the machines."""
     (args,) = config.load(argv, FleetArgs)
     if not argv:
-        print(machine_table())
+        machines = [(name, *vars(machine).values()) for name, machine in MACHINES.items()]
+        heads = ("machine", "device", "a node has", "GB/s", "network")
+        print(program.table(heads, machines))
         return
     fleet = fleet_of(args)
     print(f"{args.devices} x {fleet.device.name}, {fleet.node_size} a node")
-    print(network_words(fleet, args) or f"network {fleet.network_gbs:g} GB/s a node, each way")
+    print(network_words(fleet, args))
     rows = []
     n = 2
     while n <= args.devices:

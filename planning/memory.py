@@ -241,36 +241,29 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     divide the model or the batch, or leave a stage without an adapter.
     """
     tp, pp = cfg.tp, cfg.pp
-    for name, n in {"ranks": ranks, "tp": tp, "pp": pp}.items():
-        require(n > 0, f"{name} must be at least 1, not {n}")
     m.check_tensor_ranks(tp, cfg.sequence_parallel)
     m.check_stages(pp)
     m.check_adapters_fit(cfg)
 
     dp, rest = divmod(ranks, tp * pp)
     require(rest == 0, f"{ranks} global ranks are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
-    dp_ranks = "data-parallel ranks"
-    if tp * pp > 1:
-        dp_ranks += f" ({ranks} / (tp {tp} x pp {pp}))"
-
     batch = cfg.global_batch_size
     rows, rest = divmod(batch, dp)
-    problem = f"global_batch_size {batch} is not a multiple of the {dp} {dp_ranks}"
-    require(rest == 0, f"{problem}: {nearest_batches(batch, {dp})}")
+    problem = f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks"
+    require(rest == 0, f"{problem}: {nearest_batches(batch, dp)}")
 
     shard_ranks = cfg.shard_ranks(dp, node=0) if dp > 1 else 1
     fix = "set --shard_size (fsdp_train.py takes the ranks of a node by default)"
     require(shard_ranks, f"sharding={cfg.sharding} needs the size of its groups: {fix}")
     divides = dp % shard_ranks == 0
-    require(divides, f"shard_size {shard_ranks} does not divide the {dp} {dp_ranks}")
+    require(divides, f"shard_size {shard_ranks} does not divide the {dp} data-parallel ranks")
     return shard_ranks, rows
 
 
-def nearest_batches(batch: int, possible_dp: set[int]) -> str:
-    """The fix for a batch that none of these numbers of data-parallel ranks divides."""
-    below = max(batch // dp * dp for dp in possible_dp)
-    above = min(math.ceil(batch / dp) * dp for dp in possible_dp)
-    nearest = f"{below} or {above}" if below else f"{above}"
+def nearest_batches(batch: int, dp: int) -> str:
+    """The fix for a batch that is not a multiple of the data-parallel ranks."""
+    below = batch // dp * dp
+    nearest = f"{below} or {below + dp}" if below else f"{dp}"
     return f"set --global_batch_size={nearest}"
 
 
@@ -742,15 +735,6 @@ def embedding_workspace(rank: Rank, now: Microbatch) -> float:
 # The fullest moment
 
 
-def totals(rows: list[Row], n_moments: int) -> list[float]:
-    """The bytes in memory at each moment."""
-    changes = [0] * (n_moments + 1)
-    for _, n_bytes, first, last in rows:
-        changes[first] += n_bytes
-        changes[last + 1] -= n_bytes
-    return list(accumulate(changes))
-
-
 def by_part(rows: list[Row], moment: int) -> dict[str, int]:
     """{part: bytes} at one moment."""
     sums = dict.fromkeys(PARTS, 0)
@@ -765,7 +749,11 @@ def fullest(rank: Rank) -> dict[int, tuple[float, list[Row]]]:
     found = {}
     for now in microbatches(rank):
         rows = rows_of(rank, now)
-        n_bytes = totals(rows, rank.update + 1)
+        changes = [0] * (rank.update + 2)  # from the moment before
+        for _, n_bytes, first, last in rows:
+            changes[first] += n_bytes
+            changes[last + 1] -= n_bytes
+        n_bytes = list(accumulate(changes))
         for moment in rank.moments:
             if moment not in found or n_bytes[moment] > found[moment][0]:
                 found[moment] = n_bytes[moment], rows
@@ -850,9 +838,6 @@ def report(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> 
     at_peak = peak_of(rank)
     peak, moment = at_peak["peak"], at_peak["moment"]
 
-    split = f"dp {rank.dp} ({cfg.sharding}) x tp {cfg.tp} x pp {cfg.pp}, stage {rank.stage}"
-    batch = f"microbatch {cfg.microbatch_size} x {m.max_seq_len}"
-
     rows = []
     for part in columns[moment]:
         cells = [f"{parts[part] / 1e9:.3f}" for parts in columns.values()]
@@ -860,6 +845,8 @@ def report(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> 
     sums = [f"{sum(parts.values()) / 1e9:.3f}" for parts in columns.values()]
     rows.append(["all", *sums, "100%"])
 
+    split = f"dp {rank.dp} ({cfg.sharding}) x tp {cfg.tp} x pp {cfg.pp}, stage {rank.stage}"
+    batch = f"microbatch {cfg.microbatch_size} x {m.max_seq_len}"
     lines = [
         f"{flops.n_params(m):,} parameters, {precision}, ranks {args.ranks} = {split}",
         f"{batch}, checkpointing {cfg.activation_checkpointing}",
@@ -869,24 +856,23 @@ def report(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> 
         f"peak {peak / 1e9:.2f} GB = {peak / 2**30:.2f} GiB: {moment}",
     ]
     # `device = "cpu"` in a config file says where it trains, and names no accelerator.
-    if args.device not in devices.THIS_MACHINE:
-        lines.append(on_device(m, cfg, args, precision, peak))
-    return "\n".join(lines)
+    if args.device in devices.THIS_MACHINE:
+        return "\n".join(lines)
 
-
-def on_device(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str, peak: int) -> str:
-    """Does the step fit the device, and which microbatches would?"""
     device = devices.by_name(args.device)
     device_bytes = device.memory_gb * 2**30
-    _, rows = layout(m, cfg, args.ranks)
     largest = []
     for mode in typing.get_args(Checkpointing):
         trial = replace(cfg, activation_checkpointing=mode)
         size = largest_microbatch(m, trial, device_bytes, args.ranks, precision)
         largest.append([mode, size])
-    share = f"that is {peak / device_bytes:.0%} of {device.name}'s {device.memory_gb:g} GiB"
-    limit = f"The largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences:"
-    return "\n".join([share, "", limit, table(["checkpointing", "microbatch"], largest)])
+    lines += [
+        f"that is {peak / device_bytes:.0%} of {device.name}'s {device.memory_gb:g} GiB",
+        "",
+        f"The largest microbatch in {ROOM:.0%} of it, of a rank's {rank.rows} sequences:",
+        table(["checkpointing", "microbatch"], largest),
+    ]
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""Pictures of what the planner predicts: scaling, time and cost, memory by sharding mode.
+"""Pictures of what the planner predicts: time, cost and scaling, memory by sharding mode.
 
-    python -m planning.picture [OUT.png]
+    python plan.py --plot
 
 draws MPT-7B on 4 to 128 MI250 cards beside the published points. For any other fleet:
 
@@ -37,6 +37,14 @@ HATCHES = ("", "//", "..", "\\\\", "xx", "", "--")  # parts differ without colou
 SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memory first
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--")  # of one kind of device each
 LINE = 175  # characters in a line of small text, as wide as the picture
+# {field of Row: what its vertical axis says}
+PANELS = {
+    "days": "days of training",
+    "cost": "cost, in the currency of --price",
+    "tokens_per_second": "tokens/s",
+    "kwh": "kWh of the run",
+    "efficiency": "efficiency",
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,38 +91,18 @@ def finish_axes(axes, counts: list[int], **labels) -> None:
 # The rows of an answer, over the number of devices
 
 
-def scaling(rows: list[Row], path: str) -> None:
-    """Speed and efficiency of strong and weak scaling. rows: of answer.sweep."""
-    draw_rows(rows, {"tokens_per_second": "tokens/s", "efficiency": "efficiency"}, path)
-
-
-def time_and_cost(rows: list[Row], path: str) -> None:
-    """Days, cost, speed and energy of a run, a line for each kind of device."""
-    panels = {
-        "days": "days of training",
-        "cost": "cost, in the currency of --price",
-        "tokens_per_second": "tokens/s",
-        "kwh": "kWh of the run",
-    }
-    draw_rows(rows, panels, path)
-
-
-def draw_rows(rows: list[Row], panels: dict[str, str], path: str) -> None:
-    """One picture for each figure of the rows that is known: a line and a band for each label.
-
-    panels: {field of Row: what the vertical axis says}.
-    """
+def draw_rows(rows: list[Row], path: str) -> None:
+    """One picture for each figure of PANELS that is known: a line and a band for each label."""
     planned = [row for row in rows if not row.problem]
-    known = [name for name in panels if any(getattr(row, name) for row in planned)]
-    run = f"{planned[0].n_params / 1e9:.3g}B parameters"
-    title = f"{run} on {answer.tokens_text(planned[0].tokens)}, predicted"
+    known = [name for name in PANELS if any(getattr(row, name) for row in planned)]
     figure, axes = canvas(None, math.ceil(len(known) / 2))
     for axis, name in itertools.zip_longest(axes.flat, known):
         if name is None:
             axis.remove()
         else:
-            panel(axis, planned, name, panels[name])
+            panel(axis, planned, name)
 
+    title = f"{answer.size(planned[0])} on {answer.tokens_text(planned[0].tokens)}, predicted"
     kinds, names = axes[0, 0].get_legend_handles_labels()
     where = {"loc": "outside upper center", "ncols": min(3, len(names)), "frameon": False}
     figure.legend(kinds, names, title=title, title_fontsize="large", **where)
@@ -124,7 +112,7 @@ def draw_rows(rows: list[Row], panels: dict[str, str], path: str) -> None:
     save(figure, path)
 
 
-def panel(axes, rows: list[Row], name: str, words: str) -> None:
+def panel(axes, rows: list[Row], name: str) -> None:
     """One figure of the rows over the number of devices: a line and a band for each label."""
     counts = sorted({row.devices for row in rows})
     labels = list(dict.fromkeys(row.label for row in rows))
@@ -142,7 +130,7 @@ def panel(axes, rows: list[Row], name: str, words: str) -> None:
             axes.vlines(x, low, high, color=color)
             axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
-    finish_axes(axes, counts, xlabel="torch devices", ylabel=words)
+    finish_axes(axes, counts, xlabel="torch devices", ylabel=PANELS[name])
     if name == "days":  # twice the devices, about half the time
         axes.set_yscale("log", base=2)
     else:
@@ -235,13 +223,3 @@ def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
     axes.set(ylabel="GiB of one rank at its peak", title=title)
     axes.tick_params(axis="x", rotation=15)
     axes.legend(fontsize="small")
-
-
-def main(argv: list[str]) -> None:
-    """Draw the published runs into the file that argv names, or plan.png."""
-    (path,) = config.arguments(argv, "[OUT.png]") or ["plan.png"]
-    published(path)
-
-
-if __name__ == "__main__":
-    config.run(main)

@@ -117,10 +117,6 @@ class Plan:
         per_token = matmuls.flops_of_run(self.m, self.cfg)
         return flops.utilization(per_token, self.tokens_per_second, self.fleet.devices, peak)
 
-    def hours(self, tokens: float) -> float:
-        """Hours of training on this many tokens."""
-        return tokens / self.tokens_per_second / 3600
-
 
 def evaluate(
     m: MPTConfig,
@@ -144,56 +140,16 @@ def room(fleet: Fleet) -> float:
 
 
 def model_splits(q: Question) -> list[tuple[int, int]]:
-    """(tp, pp) to try, the smallest tp x pp first.
-
-    tensor ranks are within a node, stages may differ by a layer. UserError if none divides the
-    model, the devices and the batch.
-    """
-    n, batch = q.fleet.devices, q.cfg.global_batch_size
-    ranks_of_node = min(q.fleet.node_size, n)
+    """(tp, pp) to try, the smallest tp x pp first: tensor ranks are within a node."""
+    ranks_of_node = min(q.fleet.node_size, q.fleet.devices)
     tps = [tp for tp in q.m.tensor_ranks if ranks_of_node % tp == 0]
-    if q.asked.sequence_parallel is True:
-        tps = [tp for tp in tps if q.m.max_seq_len % tp == 0]
     pps = range(1, q.m.n_layers + 1)
     if q.asked.tp != "auto":
         tps = [q.asked.tp]
     if q.asked.pp != "auto":
-        q.m.check_stages(q.asked.pp)
         pps = [q.asked.pp]
-
-    splits = [(tp, pp) for tp, pp in itertools.product(tps, pps) if n % (tp * pp) == 0]
-    require(splits, devices_do_not_split(n, q.asked))
-    possible_dp = {n // (tp * pp) for tp, pp in splits}
-    splits = [(tp, pp) for tp, pp in splits if batch % (n // (tp * pp)) == 0]
-    problem = f"is not a multiple of the data-parallel ranks on {n} devices"
-    fix = memory.nearest_batches(batch, possible_dp)
-    require(splits, f"global_batch_size {batch} {problem}: {fix}")
-
-    splits.sort(key=lambda split: (split[0] * split[1], split[1]))
-    allowed = [split for split in splits if adapters_allow(q, *split)]
-    if not allowed:
-        tp, pp = splits[0]
-        q.m.check_adapters_fit(replace(q.cfg, tp=tp, pp=pp))  # says why
-    return allowed
-
-
-def devices_do_not_split(n: int, asked: LayoutArgs) -> str:
-    """The message for devices that are not a multiple of the tp and pp that are asked."""
-    given = {name: getattr(asked, name) for name in ("tp", "pp") if getattr(asked, name) != "auto"}
-    replica = math.prod(given.values())
-    nearest = sorted({max(n // replica, 1) * replica, (n // replica + 1) * replica})
-    split = " x ".join(f"{name} {k}" for name, k in given.items())
-    fix = f"set --devices={' or '.join(map(str, nearest))}"
-    return f"{n} devices are not a multiple of {split}: {fix}, or another --{' --'.join(given)}"
-
-
-def adapters_allow(q: Question, tp: int, pp: int) -> bool:
-    """Can a run with these adapters be split so? Yes if it has none."""
-    try:
-        q.m.check_adapters_fit(replace(q.cfg, tp=tp, pp=pp))
-    except UserError:
-        return False
-    return True
+    splits = itertools.product(tps, pps)
+    return sorted(splits, key=lambda split: (split[0] * split[1], split[1]))
 
 
 def sequence_choices(q: Question, tp: int) -> list[bool]:
@@ -204,7 +160,7 @@ def sequence_choices(q: Question, tp: int) -> list[bool]:
         return [q.asked.sequence_parallel]
     if not q.asked.is_open and q.cfg.sequence_parallel != "auto":
         return [q.cfg.sequence_parallel]
-    return [False, True] if q.m.max_seq_len % tp == 0 else [False]
+    return [False, True]
 
 
 def sharding_modes(asked: LayoutArgs, fleet: Fleet) -> list[str]:
@@ -220,8 +176,9 @@ def sharding_modes(asked: LayoutArgs, fleet: Fleet) -> list[str]:
 def recomputations(q: Question, pp: int) -> list[tuple[Checkpointing, int]]:
     """(activation_checkpointing, recompute_every) to try. All stages recompute as much."""
     mode, every = q.asked.activation_checkpointing, q.asked.recompute_every
-    if every == "auto" and mode != "auto":
-        every = q.cfg.recompute_every  # auto only if the user says so
+    own_every = 1 if q.cfg.recompute_every == "auto" else q.cfg.recompute_every
+    if every == "auto" and mode != "auto" and q.cfg.recompute_every != "auto":
+        every = own_every  # auto only if the user says so
     everys = [every]
     if every == "auto":
         sizes = stage_sizes(q.m.n_layers, pp)
@@ -230,37 +187,46 @@ def recomputations(q: Question, pp: int) -> list[tuple[Checkpointing, int]]:
 
     ways = []
     for each in ["none", "selective", "full"] if mode == "auto" else [mode]:
-        if each == "none":
-            ways.append(("none", 1 if q.cfg.recompute_every == "auto" else q.cfg.recompute_every))
-        else:
-            ways += [(each, k) for k in everys]
+        ways += [(each, k) for k in ([own_every] if each == "none" else everys)]
     return ways
 
 
-def microbatch_sizes(rows: int) -> list[int]:
-    """The microbatches to try for so many sequences of a rank, the smallest first."""
-    return [size for size in MICROBATCHES if size < rows] + [rows]
-
-
 def splits_of(q: Question) -> list[tuple[TrainConfig, Fleet]]:
-    """Every tp, pp, sharding and sequence parallelism, the smallest tp x pp first."""
-    found = []
+    """Every possible tp, pp, sharding and sequence parallelism, the smallest tp x pp first.
+
+    Raises UserError if there is none: what is wrong with the first.
+    """
+    found, problems = [], []
     for tp, pp in model_splits(q):
-        fleet = replace(q.fleet, tp=tp, pp=pp)
-        cfg = replace(q.cfg, tp=tp, pp=pp)
+        try:
+            fleet = replace(q.fleet, tp=tp, pp=pp)
+        except UserError as error:
+            problems.append(error)
+            continue
         node = min(fleet.dp_ranks_per_node, fleet.dp)
-        for sharding, sequence in itertools.product(
-            sharding_modes(q.asked, fleet), sequence_choices(q, tp)
-        ):
+        choices = itertools.product(sharding_modes(q.asked, fleet), sequence_choices(q, tp))
+        for sharding, sequence_parallel in choices:
             in_groups = SHARDING_MODES[sharding].over == "group"
-            shard_size = (cfg.shard_size or node) if in_groups else 0
-            if in_groups and fleet.dp % shard_size:
+            shard_size = (q.cfg.shard_size or node) if in_groups else 0
+            cfg = replace(
+                q.cfg,
+                tp=tp,
+                pp=pp,
+                sharding=sharding,
+                shard_size=shard_size,
+                sequence_parallel=sequence_parallel,
+            )
+            ranks = f"the {fleet.dp} data-parallel ranks"
+            try:
+                divides = not in_groups or fleet.dp % shard_size == 0
+                require(divides, f"shard_size {shard_size} does not divide {ranks}: set another")
+                memory.layout(q.m, cfg, fleet.devices)
+            except UserError as error:
+                problems.append(error)
                 continue
-            split = {"sharding": sharding, "shard_size": shard_size, "sequence_parallel": sequence}
-            found.append((replace(cfg, **split), fleet))
-    groups = f"shard_size {q.cfg.shard_size}" if q.cfg.shard_size else "a node"
-    fix = "set --shard_size to a divisor of them"
-    require(found, f"{groups} divides the data-parallel ranks of no tp and pp: {fix}")
+            found.append((cfg, fleet))
+    if not found:
+        raise problems[0]
     return found
 
 
@@ -269,7 +235,8 @@ def layouts(q: Question, cfg: TrainConfig, fleet: Fleet, ends=False) -> Iterator
     ways = recomputations(q, fleet.pp)
     sizes = [q.asked.microbatch_size]
     if q.asked.microbatch_size == "auto":
-        sizes = microbatch_sizes(cfg.global_batch_size // fleet.dp)
+        rows = cfg.global_batch_size // fleet.dp  # sequences of a rank
+        sizes = [size for size in MICROBATCHES if size < rows] + [rows]
     if ends:
         ways, sizes = {ways[-1], ways[0]}, {sizes[0], sizes[-1]}
     for way, size in itertools.product(ways, sizes):
@@ -309,7 +276,7 @@ def best(q: Question, n: int = 1) -> list[Plan]:
     found = {}
     for _, layout, fleet in rated:
         key = layout.tp, layout.pp, layout.sharding
-        if key not in found and fits(q, layout, fleet):
+        if key not in found and memory.fits(q.m, layout, fleet.devices, room(fleet)):
             found[key] = evaluate(q.m, layout, fleet, q.c, q.trainer)
             if len(found) == n:
                 break
@@ -321,18 +288,15 @@ def fastest(q: Question) -> Plan:
     return best(q)[0]
 
 
-def fits(q: Question, layout: TrainConfig, fleet: Fleet) -> bool:
-    """Does a layout fit its devices?"""
-    return memory.fits(q.m, layout, fleet.devices, room(fleet))
-
-
 def can_fit(q: Question, cfg: TrainConfig, fleet: Fleet) -> bool:
     """Does any layout of a split fit? The one of the least memory is among the ends.
 
     All rows at once may take less than one sequence at a time: no gradients wait for other
     microbatches. To recompute nothing may take less than all, where a stage has one block.
     """
-    return any(fits(q, layout, fleet) for layout in layouts(q, cfg, fleet, ends=True))
+    limit = room(fleet)
+    ends = layouts(q, cfg, fleet, ends=True)
+    return any(memory.fits(q.m, layout, fleet.devices, limit) for layout in ends)
 
 
 def smallest(q: Question, cfg: TrainConfig, fleet: Fleet) -> Plan:
@@ -346,9 +310,9 @@ def smallest(q: Question, cfg: TrainConfig, fleet: Fleet) -> Plan:
 # What does not fit
 
 
-def too_much(plan: Plan) -> str:
-    """By how much a plan does not fit, and what takes the most."""
-    n_bytes, limit = plan.bytes, room(plan.fleet)
+def too_much(n_bytes: dict, memory_gb: float) -> str:
+    """By how much a plan's bytes do not fit a device of so many GiB, and what takes the most."""
+    limit = memory.ROOM * memory_gb * 2**30
     parts = {name: n for name, n in n_bytes.items() if name not in ("peak", "moment")}
     largest = max(parts, key=parts.get)
     over = f"{(n_bytes['peak'] - limit) / 1e9:,.1f} GB more than the {limit / 1e9:,.1f} GB of room"
@@ -361,15 +325,16 @@ def nothing_fits(q: Question) -> str:
     plan = min(plans, key=lambda plan: plan.bytes["peak"])
     size = f"{flops.n_params(q.m) / 1e9:.3g}B parameters"
     problem = f"{size} do not fit {q.fleet.devices} x {q.fleet.device.name} in any layout you allow"
-    least = f"the smallest ({layout_text(plan)}) takes {too_much(plan)}"
+    over = too_much(plan.bytes, plan.fleet.device.memory_gb)
+    least = f"the smallest ({layout_text(plan)}) takes {over}"
     fix = " or ".join(what_fits(q)) or "a smaller model or a shorter --max_seq_len"
     return f"{problem}: {least}. What would fit: {fix}"
 
 
 def what_fits(q: Question) -> list[str]:
     """The flags that make the model fit: on these devices, and as it is on more of them."""
-    auto = dict.fromkeys(("microbatch_size", "activation_checkpointing", "recompute_every"), "auto")
     fixes = []
+    auto = dict.fromkeys(("microbatch_size", "activation_checkpointing", "recompute_every"), "auto")
     for asked in (replace(q.asked, **auto), LayoutArgs(simplest=True)):
         wider = replace(q, asked=asked)
         if asked != q.asked and fits_somehow(wider):
@@ -379,25 +344,10 @@ def what_fits(q: Question) -> list[str]:
 
 
 def flags_that_differ(plan: Plan, q: Question) -> str:
-    """The flags of a plan that differ from what the user set."""
-    differing = []
-    for name in OPEN:
-        value, own = getattr(plan.cfg, name), getattr(q.asked, name)
-        if name == "recompute_every" and own == "auto":
-            own = q.cfg.recompute_every
-        if name == "sequence_parallel" and (own == "auto" or plan.fleet.tp == 1):
-            own = False  # as a layout has it of which nothing else is open
-        if own not in ("auto", value):
-            differing.append(f"--{name}={value}")
-    return " ".join(differing)
-
-
-def fits_somehow(q: Question) -> bool:
-    """Does any layout fit? No if the fleet cannot split the model or the batch."""
-    try:
-        return any(can_fit(q, *split) for split in splits_of(q))
-    except UserError:
-        return False
+    """The flags of a plan's layout, without those that the user set so."""
+    values = {name: getattr(plan.cfg, name) for name in OPEN}
+    differing = [name for name in OPEN if values[name] != getattr(q.asked, name)]
+    return " ".join(f"--{name}={values[name]}" for name in differing)
 
 
 def more_devices(q: Question) -> list[str]:
@@ -415,6 +365,14 @@ def more_devices(q: Question) -> list[str]:
             return [f"--devices={n} --global_batch_size={batch}"]
         n *= 2
     return []
+
+
+def fits_somehow(q: Question) -> bool:
+    """Does any layout fit? No if the fleet cannot split the model or the batch."""
+    try:
+        return any(can_fit(q, *split) for split in splits_of(q))
+    except UserError:
+        return False
 
 
 # --------------------------------------------------------------------------------------------------

@@ -228,25 +228,17 @@ class StepTime:
         for n_in, n_out, layers, again in self.linear_layers():
             useful += (3 + again) * self.tokens * n_in * n_out * layers
             wasted += self.c.tile * ((1.5 + again) * n_in + 1.5 * n_out) * layers
-        return self.matmul_peak() * useful / (useful + wasted)
-
-    def matmul_peak(self) -> float:
-        """The FLOP/s that large matmuls reach on one device in bf16."""
         device = self.fleet.device
-        return device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)
+        peak = device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)  # of large ones
+        return peak * useful / (useful + wasted)
 
     def attention(self) -> float:
         """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
-        m = self.m
+        m, device = self.m, self.fleet.device
         forwards = self.layers + (2.5 + self.matmuls_again) * self.backward_layers
         work = 2 * m.max_seq_len * m.d_model * forwards * self.tokens / self.fleet.tp
-        return work / self.attention_rate() * self.c.pace
-
-    def attention_rate(self) -> float:
-        """The FLOP/s that attention reaches on one device."""
-        device = self.fleet.device
         share = device.attention or attention_share(device, self.c)
-        return device.bf16_tflops * 1e12 * share
+        return work / (device.bf16_tflops * 1e12 * share) * self.c.pace
 
     def memory(self) -> float:
         """Everything that reads and writes more than it computes.
@@ -394,11 +386,6 @@ class StepTime:
         q = self.c.overlap
         return (compute**q + traffic**q) ** (1 / q) - compute
 
-    def exposed_sums(self, compute: float) -> float:
-        """Seconds that `once` adds to the last microbatch, whose computation takes `compute`."""
-        traffic = self.traffic()
-        return self.exposed(compute, traffic + self.once()) - self.exposed(compute, traffic)
-
     # The step
 
     def microbatch(self) -> dict[str, float]:
@@ -437,8 +424,10 @@ class StepTime:
         microbatch, slowest, _ = kinds[0]
         parts = {name: self.microbatches * seconds for name, seconds in microbatch.items()}
 
+        # What is sent once is sent beside the last microbatch.
         compute = sum(microbatch.values()) - microbatch["exposed traffic"]
-        parts["exposed traffic"] += slowest.exposed_sums(compute)
+        with_sums = slowest.exposed(compute, slowest.traffic() + slowest.once())
+        parts["exposed traffic"] += with_sums - microbatch["exposed traffic"]
 
         on_all = sum(sum(seconds.values()) * n for seconds, _, n in kinds)
         parts["bubble"] = on_all - sum(microbatch.values())
@@ -463,7 +452,7 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
     require(cfg.microbatch_size != "auto", f"{found_later}: set --microbatch_size=NUMBER")
 
     batch = cfg.global_batch_size
-    fix = memory.nearest_batches(batch, {fleet.dp})
+    fix = memory.nearest_batches(batch, fleet.dp)
     problem = f"global_batch_size {batch} is not a multiple of the {fleet.dp} data-parallel ranks"
     require(batch % fleet.dp == 0, f"{problem}: {fix}")
     m.check_stages(fleet.pp)

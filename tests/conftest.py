@@ -3,6 +3,8 @@
 ranks(4)(function, x)        function(world, x) on four ranks at once; a list of what each returned
 torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its own
 python("--lr=1e-3")          the same as a plain process
+refusal(function, x)         the line with which function(x) refuses x
+byte_level("th")             a tokenizer of Hugging Face's, of the bytes and "th"
 """
 
 import collections
@@ -150,10 +152,11 @@ def idle_ranks_end(request, pools):
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left():
-    """A group that a test leaves behind would fail tests that come later in the same process."""
+    """A program whose `main` a test calls ends with its process group there: the test ends it."""
     yield
-    if distributed := sys.modules.get("torch.distributed"):
-        assert not distributed.is_initialized()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -223,6 +226,11 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
     return prepare(TrainConfig(**source, data_dir=str(folder)))
 
 
+def slowly(*values):
+    """The case of a parametrized test, in the slow tier."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def flags_for(folder) -> list[str]:
     """The flags with which a program takes the prepared data in `folder`."""
     made = json.loads((Path(folder) / "dataset.json").read_text())
@@ -244,6 +252,12 @@ def refusal(function, *args, **more) -> str:
 def json_lines(*rows) -> str:
     """Rows as the content of a .jsonl file. A text is a line as it is."""
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def write_lines(path, *rows) -> str:
+    """Write such a file; returns its path."""
+    path.write_text(json_lines(*rows))
+    return str(path)
 
 
 def byte_level(*merges):

@@ -132,7 +132,7 @@ optim.py: test_optim.py
 # --- several ranks
 
 the gradient is divided by the number of ranks once too often
-fsdp_train.py: test_parallel.py::test_ranks_modes_and_microbatches_give_the_losses_of_one_rank
+fsdp_train.py: test_layouts.py::test_each_layout_trains_as_one_process
 - loss * world.dp_size / n_tokens
 + loss / n_tokens
 
@@ -293,11 +293,6 @@ the planner counts one of Adam's two moments
 planning/memory.py: planning/test_memory.py
 - MOMENTS: 8 * rank.n_trained}
 + MOMENTS: 4 * rank.n_trained}
-
-the planner takes the slowest layout
-planning/search.py: planning/test_search.py
-- rated.sort(key=lambda layout: -layout[0])
-+ rated.sort(key=lambda layout: layout[0])
 
 the planner takes the slowest layout
 planning/search.py: planning/test_search.py

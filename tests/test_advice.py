@@ -1,12 +1,6 @@
-"""What messages advise is done, as a user would paste it: commands run, flags exist and help.
+"""What messages advise is done: commands and flags that they name work, and programs exist."""
 
-All paths are in a folder whose name has a space, an apostrophe and a dollar sign.
-"""
-
-import ast
-import contextlib
 import importlib
-import io
 import json
 import re
 import shlex
@@ -22,11 +16,8 @@ import checkpoint
 import config
 import fsdp_train
 import lora
-from bench import compare
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
-from lifecycle import resume
 from model import MPT, init_weights
-from planning import picture
 from serving.adapters import AdapterBank, write_random
 from serving.decoder import Decoder
 from text import corpus, prepare
@@ -39,7 +30,7 @@ CFG = MPTConfig(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Weights in hf/, a run of them in runs/base, adapters on that in runs/lora, a text."""
+    """A run of weights in runs/base, of adapters on that in runs/lora, and a text."""
     place = tmp_path_factory.mktemp("advice") / "my run's $HOME"
     model = MPT(CFG)
     init_weights(model, seed=0)
@@ -50,44 +41,13 @@ def folder(tmp_path_factory) -> Path:
     write_random(place / "peft", CFG, TrainConfig(init_from="any", lora_rank=2), seed=0)
     peft.import_(place / "peft", place / "runs/lora", base=str(place / "runs/base"))
     (place / "text.txt").write_text("A text of ours. " * 2000 + "\n\n" + "Another one. " * 2000)
-    (place / "latin.txt").write_text("Grüße. " * 100, encoding="latin-1")
     return place
 
 
-@pytest.fixture(autouse=True)
-def in_the_folder(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-
-
-def message_of(call) -> str:
-    """What a call says: its error, or else what it prints."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            call()
-    except UserError as error:
-        assert "\n" not in str(error)
-        return str(error)
-    return printed.getvalue()
-
-
-def as_bash_reads(text: str) -> list[str]:
-    """The words of a command that a message names, by a real shell."""
-    command = (re.search(r"\b(python|mkdir) .*", text) or re.search(r"'?--\w+=.*", text))[0]
-    command = re.split(r",? or |,? then |,? and | makes |; ", command)[0]
-    shell = ["bash", "-c", f"printf '%s\\0' {command}"]
-    return subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
-
-
-def run(words: list[str]) -> None:
-    """Call the program of a command in this process."""
-    if words[:2] == ["mkdir", "-p"]:
-        return Path(*words[2:]).mkdir(parents=True)
-    assert words[0] == "python"
-    name, first = (words[2], 3) if words[1] == "-m" else (words[1].removesuffix(".py"), 2)
-    if name == "bench":
-        name, first = f"bench.{words[3]}", 4
-    return importlib.import_module(name).main(words[first:])
+def open_data(place) -> None:
+    """Open the tokens of the text."""
+    source = {"dataset": f"{place}/text.txt", "tokenizer": "bytes", "val_fraction": 0.1}
+    prepare.open_or_prepare(TrainConfig(**source, data_dir=f"{place}/tokens"), 32)
 
 
 def check_in_bank(adapter: str) -> None:
@@ -98,35 +58,7 @@ def check_in_bank(adapter: str) -> None:
     bank.check(adapter, found)
 
 
-def draw(path: str) -> None:
-    """Save an empty picture."""
-    figure = pytest.importorskip("matplotlib.figure", reason="see requirements-extra.txt").Figure()
-    picture.save(figure, path)
-
-
-TEXT = {"tokenizer": "bytes", "val_fraction": 0.1}
-
-
-def open_data(place, **more) -> None:
-    """Open the tokens of the text."""
-    given = TEXT | {"dataset": f"{place}/text.txt", "data_dir": f"{place}/tokens"} | more
-    prepare.open_or_prepare(TrainConfig(**given), 32)
-
-
-def open_without_a_shard(place) -> None:
-    """Open the tokens after one of their files was removed."""
-    made = prepare.prepare(
-        TrainConfig(**TEXT, dataset=f"{place}/text.txt", data_dir=f"{place}/tokens")
-    )
-    (made / "train-00000.bin").unlink()
-    open_data(place)
-
-
 COMMANDS = {  # what is wrong -> (what says so, what works after its command)
-    "a file, no folder": (
-        lambda place: load.find(f"{place}/hf/model.safetensors"),
-        lambda place: load.find("runs/NAME"),
-    ),
     "adapters as a base": (
         lambda place: load.check_same_model(f"{place}/runs/lora", CFG),
         lambda place: load.check_same_model("runs/merged", CFG),
@@ -139,26 +71,38 @@ COMMANDS = {  # what is wrong -> (what says so, what works after its command)
         lambda place: peft.export(place / "runs/lora", place / "shared"),
         lambda place: hf.settings_of("BASE"),
     ),
+    "a file, no folder": (
+        lambda place: load.find(f"{place}/hf/model.safetensors"),
+        lambda place: load.find("runs/NAME"),
+    ),
     "norms in a bank": (
         lambda place: check_in_bank(f"{place}/runs/lora"),
         lambda place: load.find("MERGED"),
     ),
     "much text": (open_data, open_data),
-    "a shard is gone": (open_without_a_shard, open_data),
-    "a picture in no folder": (
-        lambda place: draw(f"{place}/new/a.png"),
-        lambda place: draw(f"{place}/new/a.png"),
-    ),
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_command_that_a_message_names_helps(name, folder, monkeypatch):
+def test_the_command_that_a_message_names_helps(name, folder, monkeypatch, capsys):
+    """As a shell reads it, in a folder whose name has a space, an apostrophe and a dollar sign."""
     ask, works = COMMANDS[name]
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
-    run(as_bash_reads(message_of(lambda: ask(folder))))
-    if works:
-        works(folder)
+    try:
+        ask(folder)
+        message = capsys.readouterr().out
+    except UserError as error:
+        message = str(error)
+    command = re.split(r",? or |,? then |,? and | makes |; ", re.search(r"python .*", message)[0])[
+        0
+    ]
+    shell = ["bash", "-c", f"printf '%s\\0' {command}"]
+    printed = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+    _, *words = printed.split("\0")[:-1]
+    name, *flags = words[1:] if words[0] == "-m" else [words[0].removesuffix(".py"), *words[1:]]
+    importlib.import_module(name).main(flags)
+    works(folder)
 
 
 def check_optimizer(place) -> None:
@@ -170,37 +114,11 @@ def check_optimizer(place) -> None:
     checkpoint.require_same_optimizer(path, torch.optim.AdamW([torch.zeros(1)]))
 
 
-def check_resume(place) -> None:
-    """Resume an imported run as if it had been trained."""
-    path = checkpoint.find(f"{place}/runs/base")
-    resume.check_same(path, checkpoint.read_meta(path), CFG, TrainConfig(), "none")
-
-
-WORDS = {  # what is wrong -> (what says so, a word of its advice)
-    "another optimizer": (check_optimizer, "--init_from={}/runs/other/checkpoints/step-1"),
-    "an imported run": (check_resume, "--init_from={}/runs/base"),
-    "no results": (lambda place: compare.read(f"{place}/a.csv"), "--out={}/a.csv"),
-    "other data": (lambda place: open_data(place, dataset="b.txt"), "--dataset={}/text.txt"),
-}
-
-
-@pytest.mark.parametrize("name", WORDS)
-def test_a_path_in_advice_is_one_word_of_a_shell(name, folder):
-    ask, word = WORDS[name]
-    open_data(folder)
-    fix = message_of(lambda: ask(folder)).rpartition(": ")[2]
-    assert word.format(folder) in as_bash_reads(fix)
-
-
-def test_a_text_in_another_encoding_is_read_after_the_conversion(folder):
-    message = message_of(lambda: list(corpus.documents(f"{folder}/latin.txt")))
-    command = re.search(r"iconv -f \S+ -t \S+", message)[0]
-    shell = ["bash", "-c", f"{command} < latin.txt > utf8.txt"]
-    subprocess.run(shell, check=True)
-    assert list(corpus.documents(f"{folder}/utf8.txt"))[0].startswith("Grüße")
-
-
-# --- Flags
+def test_a_path_in_advice_is_one_word_of_a_shell(folder):
+    with pytest.raises(UserError) as error:
+        check_optimizer(folder)
+    fix = str(error.value).rpartition("begin with ")[2]
+    assert shlex.split(fix)[0] == f"--init_from={folder}/runs/other/checkpoints/step-1"
 
 
 MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=32 --no_bias"
@@ -222,8 +140,9 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize("flags", CONTRADICTIONS)
-def test_the_flags_that_messages_name_end_in_settings_that_work(flags, folder):
+def test_the_flags_that_messages_name_end_in_settings_that_work(flags, folder, monkeypatch):
     """As a user who adds what the last error says, until there is none."""
+    monkeypatch.chdir(folder)
     words = f"{MODEL} {flags}".split()
     for _ in range(6):
         try:
@@ -239,59 +158,36 @@ def test_the_flags_that_messages_name_end_in_settings_that_work(flags, folder):
     assert len(words) > len(f"{MODEL} {flags}".split())
 
 
-def strings() -> list[tuple[str, str]]:
-    """(file, text) of every string in the source, docstrings included; {} is a value."""
-    found = []
-    paths = (path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0][0] != ".")
-    for path in paths:
-        if "tests" in path.parts:
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [getattr(part, "value", None) for part in node.values]
-                text = "".join(p if isinstance(p, str) else "{}" for p in parts)
-                found.append((str(path), text))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append((str(path), node.value))
-    return found
-
-
-STRINGS = strings()
-# Flags of torchrun, srun and SLURM, pip, git, pytest, and those that programs read by themselves.
-OTHERS = """
-    help nproc_per_node nproc nnodes rdzv max gpus index no without user find dest durations system
-    short answers file tune store key nodes ntasks cpus signal version map net showpids
-    a b disable transformers
-""".split()
-
-
-def test_every_flag_in_the_source_is_a_setting():
-    settings = set(OTHERS)
-    for path in ROOT.rglob("*.py"):
-        settings |= set(re.findall(r"^ {4}(\w+): ", path.read_text(encoding="utf-8"), re.MULTILINE))
-    flags = {
-        (flag, path) for path, text in STRINGS for flag in re.findall(r"(?<![\w-])--(\w+)", text)
-    }
-    assert len(flags) > 100
-    assert not {(flag, path) for flag, path in flags if flag not in settings | set(config.RENAMED)}
+OTHERS = {"pip", "venv", "ensurepip", "pytest", "gpu", "torch.distributed.run"}
 
 
 def test_every_program_in_the_source_is_there():
     missing = []
-    for path, text in STRINGS:
-        for module in re.findall(r"-m (bench [a-z]\w*|[a-z][\w.]*\w)", text):
-            program = module.replace(" ", ".").replace(".", "/")
-            if not (ROOT / f"{program}.py").exists() and not (ROOT / program).is_dir():
-                missing.append((path, module))
-        for name in re.findall(r"(?:python|per_node[ =]\d+) ([\w/]+\.py)", text):
-            if not (ROOT / name).exists():
-                missing.append((path, name))
-    others = {"pip", "venv", "ensurepip", "pytest", "gpu", "torch.distributed.run"}
-    assert not [(path, name) for path, name in missing if name not in others]
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")]:
+        if path.parent.name == "tests":
+            continue
+        source = path.read_text(encoding="utf-8")
+        for module in re.findall(r"-m (bench [a-z]\w*|[a-z][\w.]*\w)", source):
+            place = ROOT / module.replace(" ", "/").replace(".", "/")
+            if module not in OTHERS and not place.with_suffix(".py").exists():
+                missing += [(path, module)] if not place.is_dir() else []
+        for name in re.findall(r"(?:python|per_node[ =]\d+) ([\w/]+\.py)", source):
+            missing += [(path, name)] if not (ROOT / name).exists() else []
+    assert not missing
+
+
+def test_a_text_in_another_encoding_is_read_after_the_conversion(tmp_path):
+    (tmp_path / "latin.txt").write_text("Grüße. " * 100, encoding="latin-1")
+    with pytest.raises(UserError) as error:
+        list(corpus.documents(f"{tmp_path}/latin.txt"))
+    command = re.search(r"iconv -f \S+ -t \S+", str(error.value))[0]
+    shell = ["bash", "-c", f"{command} < latin.txt > utf8.txt"]
+    subprocess.run(shell, cwd=tmp_path, check=True)
+    assert list(corpus.documents(f"{tmp_path}/utf8.txt"))[0].startswith("Grüße")
 
 
 def test_a_command_of_a_plain_path_has_no_quotes():
-    assert config.shell("runs/demo", Path("a b"), "--prompt=def $x") == (
-        "runs/demo 'a b' '--prompt=def $x'"
-    )
+    """Others are quoted, so that a shell reads each as one word."""
+    command = config.shell("runs/demo", Path("a b"), "--prompt=def $x")
+    assert command == "runs/demo 'a b' '--prompt=def $x'"
     assert shlex.split(config.shell("it's")) == ["it's"]

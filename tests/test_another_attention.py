@@ -59,18 +59,14 @@ def edited():
 
 @pytest.fixture(scope="module")
 def run(ranks, tiny_data, tmp_path_factory):
-    """A run of two ranks with the window: its flags, its folder, its output."""
+    """A run of two ranks with the window: its flags, its folder."""
     folder = tmp_path_factory.mktemp("window") / "run"
     flags = [*FLAGS, f"--run_dir={folder}", *flags_for(tiny_data)]
-    status, message, printed = ranks(2)(train_here, [*flags, "--attn_impl=test_window"], windowed)[
-        0
-    ]
+    answers = ranks(2)(train_here, [*flags, "--attn_impl=test_window"], windowed)
+    status, message, printed = answers[0]
     assert status == 0, message
-    return flags, folder, printed
-
-
-def test_the_run_prints_its_name(run):
-    assert "2 layers x 32, test_window attention" in run[2]
+    assert "test_window attention" in printed
+    return flags, folder
 
 
 @pytest.mark.parametrize("step", [None, 0])
@@ -91,19 +87,12 @@ def test_sampling_uses_it(edited, run, step):
             torch.testing.assert_close(logits, whole[:, cache.length - 1], atol=1e-5, rtol=0)
 
 
-def test_a_loaded_checkpoint_keeps_it(edited, run):
-    assert load_model(checkpoint.latest(run[1]), CPU).cfg.attn_impl == "test_window"
-
-
 def test_resuming_without_the_flag_is_refused(ranks, run):
     """With the flag, the run resumes."""
-    flags, folder, _ = run
+    flags, folder = run
     three_steps = [*flags, "--max_steps=3"]
     status, message, _ = ranks(2)(train_here, three_steps, windowed)[0]
-    assert status == 2
-    assert (
-        "is of another model: attn_impl test_window (here auto). Use the same settings" in message
-    )
+    assert status == 2 and "another model: attn_impl test_window (here auto)" in message
 
     with_flag = [*three_steps, "--attn_impl=test_window"]
     status, message, _ = ranks(2)(train_here, with_flag, windowed)[0]
@@ -116,29 +105,25 @@ def test_weights_of_another_function_are_no_initial_weights(edited, run):
         return load([*FLAGS, f"--attn_impl={impl}"], MPTConfig, TrainConfig)[0]
 
     check_same_model(run[1], settings("test_window"))
-    with pytest.raises(
-        UserError, match=r"is of another model: attn_impl test_window \(here auto\)"
-    ):
+    with pytest.raises(UserError, match=r"attn_impl test_window \(here auto\)"):
         check_same_model(run[1], settings("reference"))
 
 
 def test_export_refuses_it(edited, run, tmp_path):
-    message = "^attn_impl=test_window does not compute MPT's attention"
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match="^attn_impl=test_window does not compute MPT's attention"):
         hf.export(str(run[1]), tmp_path / "theirs")
-    assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_code_that_lacks_it_refuses_its_checkpoints(run, tmp_path):
     """As for a user who has the run folder but not the fork's code."""
-    message = r"^attn_impl in .* is 'test_window', expected one of: auto, reference"
-    with pytest.raises(UserError, match=message):
-        load_model(checkpoint.latest(run[1]), CPU)
-    with pytest.raises(UserError, match=message):
-        load_for_sampling(str(run[1]), 0, CPU)
-    with pytest.raises(UserError, match=message):
-        hf.export(str(run[1]), tmp_path / "theirs")
+    for use in (
+        lambda: load_model(checkpoint.latest(run[1]), CPU),
+        lambda: load_for_sampling(str(run[1]), 0, CPU),
+        lambda: hf.export(str(run[1]), tmp_path / "theirs"),
+    ):
+        with pytest.raises(UserError, match=r"^attn_impl in .* is 'test_window', expected one of"):
+            use()
 
 
 def test_a_name_without_an_entry_in_variants_is_refused():
@@ -153,15 +138,6 @@ def test_a_name_without_an_entry_in_variants_is_refused():
             hf.config_to(cfg)
         with pytest.raises(UserError, match=message):
             attention.choose(cfg.attn_impl, torch.device("cpu"), torch.float32, 8, False)
-
-
-def test_an_entry_in_variants_without_a_name_is_refused():
-    message = "attn_impl in the command line is 'test_window', expected one of: auto"
-    with (
-        mock.patch.dict(attention.VARIANTS, test_window=window_attention),
-        pytest.raises(UserError, match=message),
-    ):
-        load(["--attn_impl=test_window"], MPTConfig)
 
 
 def test_the_standard_ones_stay_exchangeable():

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import flags_for
-from launches import SIZE, train_here
+from launches import SIZE, same, train_here
 from test_checkpoint import META
 from test_parallel import RUN, build, full_weights, global_rows, rows_of
 
@@ -100,11 +100,6 @@ def local(value):
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def same(a, b) -> bool:
-    """Whether two dictionaries of tensors are equal bit for bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def train_with_bad_steps(world, name):
     """Train a model with bad steps before steps 1 and 3, and one without. True for each check."""
     bad_model, bad = made(world, name)
@@ -193,10 +188,10 @@ def test_another_optimizer_than_the_checkpoints_is_named(ranks, tmp_path):
     """The same class with other state is another optimizer, too."""
     ranks(2)(save_and_continue, "SGD with momentum", tmp_path)
     path = checkpoint.latest(tmp_path)
-    begin = f"{path} was saved with the optimizer SGD (momentum_buffer), here it is "
-    end = f": continue with that one, or begin with --init_from={path} and another --run_dir"
     for name, description in [("AdamW", optim.ADAMW), ("SGD", "SGD ()"), ("Lion", "Lion (mean)")]:
-        assert ranks(2)(load_as, name, tmp_path) == [begin + description + end] * 2
+        (error,) = set(ranks(2)(load_as, name, tmp_path))
+        assert f"optimizer SGD (momentum_buffer), here it is {description}: " in error
+        assert f"--init_from={path} " in error
 
 
 def test_a_checkpoint_that_names_no_optimizer_is_of_adamw(ranks, tmp_path):
@@ -220,7 +215,7 @@ def with_lion(world):
 
 def test_a_run_with_lion(ranks, tiny_data, tmp_path):
     """It prints once that each step waits, resumes from its checkpoint, and AdamW does not."""
-    waits = "Lion cannot skip a bad step by itself, so each step waits for the device"
+    waits = "each step waits for the device"
     flags = [*SIZE, *flags_for(tiny_data), f"--run_dir={tmp_path}", "--device=cpu"]
     flags += ["--precision=fp32", "--lr=1e-3", "--global_batch_size=4", "--warmup_steps=1"]
     flags += ["--max_steps=2", "--eval_tokens=100", "--keep_last=9"]
@@ -231,11 +226,9 @@ def test_a_run_with_lion(ranks, tiny_data, tmp_path):
         assert printed.count(waits) == 1
 
     status, message, _ = ranks(2)(train_here, [*flags, "--max_steps=4"])[0]
-    assert status == 2
-    assert "was saved with the optimizer Lion (mean), here it is AdamW (exp_avg" in message
+    assert status == 2 and "optimizer Lion (mean), here it is AdamW (exp_avg" in message
     assert "step-3" in message
 
-    new_run = [*flags, f"--run_dir={tmp_path / 'new'}"]
-    status, message, printed = ranks(2)(train_here, new_run)[0]
+    status, message, printed = ranks(2)(train_here, [*flags, f"--run_dir={tmp_path / 'new'}"])[0]
     assert status == 0, message
-    assert "waits for the device" not in printed
+    assert waits not in printed

@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import types
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, ROOT, refusal
 
 import config
 import generate
@@ -30,7 +29,6 @@ from config import (
     to_json,
 )
 
-ROOT = Path(__file__).parent.parent
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
 
 
@@ -52,12 +50,8 @@ def both(*argv):
 
 
 def error(*argv):
-    """The message of the UserError that these arguments raise; always one line."""
-    with pytest.raises(UserError) as caught:
-        both(*argv)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    """The message with which these arguments are refused."""
+    return refusal(both, *argv)
 
 
 def run(*argv):
@@ -87,12 +81,10 @@ def test_defaults_then_files_then_flags(write):
     [
         ("", True),
         ("--run_dir=r --pp=2 --microbatch_size=2 --precision=fp32 --attn_impl=sdpa", True),
-        ("--lr=2e-3 --dataset=stdlib", True),  # as in the file
-        ("--rope=false", True),  # the default
+        ("--lr=2e-3 --dataset=stdlib --rope=false", True),  # as in the file, or by default
         ("--lr=1e-3", False),
         ("--max_steps=60", False),
         ("--dataset=my/*.txt", False),
-        ("--n_layers=2", False),
         ("other.py", False),
         ("other.py --expect=another", True),
     ],
@@ -131,36 +123,31 @@ def test_what_is_saved_comes_back():
 
 UNKNOWN = {
     "n_layer": "did you mean 'n_layers'?",
-    "d_modle": "did you mean 'd_model'?",
     "block_size": "did you mean 'max_seq_len'?",
     "learning_rate": "did you mean 'lr'?",
-    "save_folder": "did you mean 'run_dir'?",
     "device_train_microbatch_size": "did you mean 'microbatch_size'?",
-    "zzzzzz": "see --help for the names",
+    "zzzzzz": "--help",
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_name_is_answered_with_ours(name, write):
-    assert error(f"--{name}=3") == f"unknown key {name!r} in the command line, {UNKNOWN[name]}"
     path = write(f"{name} = 3\n")
-    assert error(path) == f"unknown key {name!r} in {path}, {UNKNOWN[name]}"
+    for source, where in ((f"--{name}=3", "the command line"), (path, path)):
+        message = error(source)
+        assert message.startswith(f"unknown key {name!r} in {where}") and UNKNOWN[name] in message
 
 
 @pytest.mark.parametrize(
     "file, flags, same_decay",
     [
-        ("", ["--weight_decay=0.1", "--lr=2e-4"], "2e-05"),
         ("", ["--weight_decay=0.1"], "6e-05"),  # at the default lr
         ("lr = 2e-4\n", ["--weight_decay=0.1"], "2e-05"),
-        ("weight_decay = 0.1\nlr = 2e-4\n", [], "2e-05"),
         ("weight_decay = 0.1\n", ["--lr=2e-4"], "2e-05"),
     ],
 )
 def test_weight_decay_is_answered_with_the_same_decay_here(file, flags, same_decay, write):
-    message = error(write(file), *flags)
-    assert message.startswith("unknown key 'weight_decay' in ")
-    assert message.endswith(f"decoupled_weight_decay={same_decay}")
+    assert error(write(file), *flags).endswith(f"decoupled_weight_decay={same_decay}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,50 +161,40 @@ def notes(capsys):
     return lambda: capsys.readouterr().err
 
 
-def test_every_renamed_setting_has_one_name_today():
+def test_an_old_name_works_and_is_noted_once(notes, write, monkeypatch):
     assert set(config.RENAMED.values()) <= set(FIELDS) and not set(config.RENAMED) & set(FIELDS)
-
-
-def test_an_old_name_works_and_is_noted_once(notes, write):
     path = write("checkpoint_every = 2\n")
     for source, where in (("--checkpoint_every=2", "the command line"), (path, path)):
         assert both(source)["recompute_every"] == both(source)["recompute_every"] == 2
         assert notes() == f"note: checkpoint_every in {where} is called recompute_every now\n"
     assert both(path, "--recompute_every=4")["recompute_every"] == 4  # a flag wins as ever
     assert both(path, write("recompute_every = 5\n", "later.py"))["recompute_every"] == 5
-
-
-def test_only_rank_0_notes_an_old_name(notes, monkeypatch):
+    config.say_once.cache_clear()
+    notes()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert both("--checkpoint_every=2")["recompute_every"] == 2 and notes() == ""
 
 
 def test_an_old_name_is_checked_as_the_new_one(write):
-    assert error("--checkpoint_every=0") == "recompute_every must be from 1 to 10,000, not 0"
+    assert "recompute_every must be from 1" in error("--checkpoint_every=0")
     path = write("recompute_every = 2\ncheckpoint_every = 2\n")
-    both_names = "sets checkpoint_every and recompute_every, its new name: remove checkpoint_every"
-    assert error(path) == f"{path} {both_names}"
-    with pytest.raises(UserError, match="^unknown key 'checkpoint_every' in the command line"):
-        load(["--checkpoint_every=2"], MPTConfig)  # a program without that setting
-
-
-def test_what_was_saved_under_an_old_name_comes_back(notes):
-    assert from_dict(TrainConfig, {"checkpoint_every": 2}).recompute_every == 2
-    assert from_dict(MPTConfig, {"checkpoint_every": 2}) == MPTConfig() and notes() == ""
+    assert f"{path} sets checkpoint_every and recompute_every" in error(path)
+    message = refusal(load, ["--checkpoint_every=2"], MPTConfig)  # without that setting
+    assert "unknown key 'checkpoint_every'" in message
 
 
 def test_unknown_saved_settings_are_named_once(notes):
     """A newer version or a fork may have saved them. A checkpoint's other keys are known."""
-    saved = {"d_model": 64, "n_heads": 2, "lr": 0.1}
+    saved = {"d_model": 64, "n_heads": 2, "lr": 0.1, "checkpoint_every": 2}
     saved |= {"step": 5, "optimizer": "AdamW", "data_fingerprint": "f00"}
-    assert from_dict(MPTConfig, saved, "m.json").d_model == 64 and notes() == ""
+    assert from_dict(MPTConfig, saved, "m.json").d_model == 64
+    assert from_dict(TrainConfig, saved, "m.json").recompute_every == 2 and notes() == ""
     for _ in range(2):
         assert from_dict(MPTConfig, saved | {"window": 8, "a\nb": [1]}, "m.json").d_model == 64
-    assert notes() == (
-        "warning: m.json has unknown settings, which are ignored: 'window', 'a\\nb'. "
-        "If they change the model, its results differ\n"
-    )
+    said = notes()
+    assert said.startswith("warning: m.json") and said.count("\n") == 1
+    assert "'window', 'a\\nb'" in said
 
 
 def test_a_fork_knows_its_own_settings(notes):
@@ -277,9 +254,7 @@ def test_a_path_may_begin_at_home(key, write, monkeypatch):
     """A shell leaves --run_dir=~/x as it is."""
     monkeypatch.setenv("HOME", "/home/me")
     typed, meant = PATHS[key]
-    for argv in ([f"--{key}={typed}"], [write(f"{key} = {typed!r}")]):
-        resolved = both(*argv)
-        assert resolved[key] == meant
+    assert both(f"--{key}={typed}")[key] == both(write(f"{key} = {typed!r}"))[key] == meant
 
 
 def test_a_prompt_is_no_path(monkeypatch):
@@ -292,7 +267,7 @@ def test_a_prompt_is_no_path(monkeypatch):
 
 def test_a_bool_flag_needs_no_value_and_others_do():
     assert both("--alibi")["alibi"] is True
-    assert error("--n_layers") == "--n_layers needs a value: --n_layers=... (a whole number)"
+    assert "--n_layers needs a value" in error("--n_layers")
 
 
 BAD_FLAGS = [
@@ -311,8 +286,8 @@ BAD_FLAGS = [
 
 @pytest.mark.parametrize("key, text, wanted", BAD_FLAGS)
 def test_a_flag_of_the_wrong_type(key, text, wanted):
-    pattern = rf"{key} in the command line is .*, expected {re.escape(wanted)}.*"
-    assert re.fullmatch(pattern, error(f"--{key}={text}"))
+    message = error(f"--{key}={text}")
+    assert message.startswith(f"{key} in the command line is ") and f"expected {wanted}" in message
 
 
 BAD_VALUES = [
@@ -339,47 +314,34 @@ def test_a_whole_float_in_a_file_serves_as_an_int(write):
     assert max_tokens == 10**9 and type(max_tokens) is int
 
 
-FOLDER_NAME = "expected the name of a folder, such as runs/NAME"
 CONTRADICTIONS = {
     "--d_model=100 --n_heads=16": "d_model 100 is not a multiple of n_heads 16",
     "--kv_n_heads=3": "n_heads 16 is not a multiple of kv_n_heads 3",
-    "--rope --alibi": "rope and alibi both encode positions: set only one of them",
-    "--rope --d_model=9 --n_heads=3": (
-        "rope rotates pairs of channels: head dim 3 is odd, change n_heads"
-    ),
-    "--attn_impl=flex --attn_pdrop=0.1": "attn_impl=flex has no dropout: set attn_pdrop=0",
-    "--attn_impl=triton --n_heads=8": (
-        "attn_impl=triton has head dims up to 128, not 256: use sdpa, or more heads"
-    ),
+    "--rope --alibi": "rope and alibi",
+    "--rope --d_model=9 --n_heads=3": "head dim 3 is odd",
+    "--attn_impl=flex --attn_pdrop=0.1": "set attn_pdrop=0",
+    "--attn_impl=triton --n_heads=8": "head dims up to 128, not 256",
     "--n_layers=0": "n_layers must be from 1 to 10,000, not 0",
     "--resid_pdrop=1": "resid_pdrop must be from 0 to 0.99, not 1.0",
-    "--max_steps=50": "warmup_steps 100 must be below max_steps 50",
+    "--max_steps=100": "warmup_steps 100 must be below max_steps 100",
     "--max_steps=100 --schedule=constant": "warmup_steps 100 must be below max_steps 100",
     "--max_steps=50 --schedule=inv_sqrt": "warmup_steps 100 must be below max_steps 50",
     "--val_fraction=1": "val_fraction must be from 1e-09 to 0.5, not 1.0",
-    "--lr=nan": "lr in the command line is nan, expected a number",
-    "--grad_clip=-1": "grad_clip must be from 0 to 1,000,000, not -1.0",
-    "--global_batch_size=0": "global_batch_size must be from 1 to 1,000,000, not 0",
-    "--d_model=10 --n_heads=1 --expansion_ratio=0.01": (
-        "expansion_ratio 0.01 leaves the feed-forward no hidden width"
-    ),
-    "--d_model=1e6 --n_layers=9999": "the model has 1e+17 parameters, expected at most 1e+13",
-    "--icl_interval=5": "icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl",
-    "--skip_steps=5:5": ("skip_steps takes ranges such as 120:140, which is 120 to 139, not '5:5'"),
-    "--run_dir=": f"run_dir is '', {FOLDER_NAME}",
-    "--run_dir=a\0b": rf"run_dir is 'a\x00b', {FOLDER_NAME}",
-    f"--run_dir={__file__}": f"run_dir {__file__} is not a folder: set another --run_dir",
-    "--run_dir=/dev/null": "run_dir /dev/null is not a folder: set another --run_dir",
+    "--d_model=10 --n_heads=1 --expansion_ratio=0.01": "no hidden width",
+    "--d_model=1e6 --n_layers=9999": "expected at most 1e+13",
+    "--icl_interval=5": "icl_interval needs tasks",
+    "--skip_steps=5:5": "120 to 139, not '5:5'",
+    "--run_dir=": "run_dir is ''",
+    "--run_dir=\t": "run_dir is '\\t'",
+    "--run_dir=a\0b": r"run_dir is 'a\x00b'",
+    f"--run_dir={__file__}": "is not a folder",
+    "--run_dir=/dev/null": "is not a folder",
 }
 
 
 @pytest.mark.parametrize("flags", CONTRADICTIONS)
 def test_values_that_do_not_go_together(flags):
-    assert error(*flags.split(" ")) == CONTRADICTIONS[flags]
-
-
-def test_a_run_folder_of_spaces_is_no_name():
-    assert error("--run_dir= ") == f"run_dir is ' ', {FOLDER_NAME}"
+    assert CONTRADICTIONS[flags] in error(*flags.split(" "))
 
 
 NUMBERS = {
@@ -389,10 +351,6 @@ NUMBERS = {
     if set(alternatives(hint)) & {int, float}
 }
 HUGE = "9" * 5000
-
-
-def test_every_number_has_a_range():
-    assert set(NUMBERS) <= set(RANGES)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -418,17 +376,16 @@ def test_a_number_is_finite_and_in_its_range(name, write):
             from_dict(cls, {name: value}, "x/meta.json")
 
 
-def test_a_number_that_a_forker_adds_needs_no_range_but_must_be_finite():
-    check_ranges(types.SimpleNamespace(dropout_of_layers=-1e9))
-    with pytest.raises(UserError, match="dropout_of_layers must be from .*, not nan"):
-        check_ranges(types.SimpleNamespace(dropout_of_layers=math.nan))
-
-
-def test_the_ends_of_a_range_belong_to_it():
+def test_every_number_has_a_range_whose_ends_belong_to_it():
     for name in NUMBERS:
         for value in RANGES[name]:
             others = vars(MPTConfig()) | vars(TrainConfig()) | {name: value}
             check_ranges(types.SimpleNamespace(**others))
+
+
+def test_a_number_that_a_forker_adds_needs_no_range_but_must_be_finite():
+    check_ranges(types.SimpleNamespace(dropout_of_layers=-1e9))
+    assert "not nan" in refusal(check_ranges, types.SimpleNamespace(dropout_of_layers=math.nan))
 
 
 WRONG_SAVED = [
@@ -443,33 +400,44 @@ WRONG_SAVED = [
 
 @pytest.mark.parametrize("values, message", WRONG_SAVED)
 def test_what_is_saved_is_checked_as_well(values, message):
-    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
-        from_dict(MPTConfig, values, "m.json")
+    assert refusal(from_dict, MPTConfig, values, "m.json").startswith(message)
 
 
 # --------------------------------------------------------------------------------------------------
 # Config files
 
 
-def test_a_file_that_looks_like_yaml(write):
-    """To Python `d_model: 64` is an annotation, which sets nothing."""
-    path = write("# our model\nd_model: 64\nalibi: true\n", "my.yaml")
-    assert error(path) == f"{path}, line 2: 'd_model: 64' sets nothing, write d_model = 64"
-    path = write("d_model: int\n")
-    assert error(path) == f"{path}, line 1: 'd_model: int' sets nothing, write d_model = int"
+SETS_NOTHING = [
+    "d_model: 64",  # to Python an annotation
+    '{"d_model": 64}',
+    "d_model == 64",
+    "d_model, 64",
+    "-5",
+]
+
+
+@pytest.mark.parametrize("line", SETS_NOTHING)
+def test_a_line_that_sets_nothing(write, line):
+    path = write(f'"""A docstring is fine."""\nd_model = 128\nprint("so is this")\n{line}\n')
+    message = error(path)
+    assert message.startswith(f"{path}, line 4: ") and "sets nothing, write " in message
     assert both(write("d_model: int = 64\nn_heads = 2\n"))["d_model"] == 64
 
 
-def test_lines_that_set_nothing(write):
-    for line in ('{"d_model": 64}', "d_model == 64", "d_model, 64", "-5"):
-        path = write(f'"""A docstring is fine."""\nd_model = 128\nprint("so is this")\n{line}\n')
-        assert re.fullmatch(rf"{path}, line 4: .* sets nothing, write key = value", error(path))
+FAILS = {
+    "import sys; sys.exit(3)": "",
+    "raise SystemExit": "",
+    "exit()": "",
+    "raise GeneratorExit": "",
+    "n_layers = 1 // 0": "ZeroDivisionError",
+    "n_layers = = 1": "SyntaxError",
+}
 
 
-def test_a_file_that_exits_is_named(write):
-    for line in ("import sys; sys.exit(3)", "raise SystemExit", "exit()", "raise GeneratorExit"):
-        path = write(f"{line}\n")
-        assert error(path).startswith(f"{path} does not run: ")
+@pytest.mark.parametrize("line", FAILS)
+def test_a_file_that_does_not_run_is_named(write, line):
+    path = write(f"{line}\n")
+    assert error(path).startswith(f"{path} does not run: {FAILS[line]}")
 
 
 def test_control_c_in_a_file_is_control_c(write):
@@ -483,30 +451,17 @@ def test_a_file_that_loops_is_named(write):
     program = "import config; config.SLOW_FILE_SECONDS = 0.1; config.run(config.main)"
     command = [sys.executable, "-c", program, path]
     looping = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    line = f"{path} is still running after 0.1 s: if it does not end, press Ctrl-C\n"
-    assert looping.stderr.readline() == line
+    assert looping.stderr.readline().startswith(f"{path} is still running")
     looping.send_signal(signal.SIGINT)
     assert looping.wait(PATIENCE) == 130
 
 
-def test_a_file_that_raises(write):
-    path = write("n_layers = 1 // 0\n")
-    reason = "ZeroDivisionError: integer division or modulo by zero"
-    assert error(path) == f"{path} does not run: {reason}"
-    path = write("n_layers = = 1\n")
-    assert error(path).startswith(f"{path} does not run: SyntaxError")
-
-
-def test_a_file_that_is_not_there(write, tmp_path):
+def test_a_file_that_is_not_there(write, tmp_path, monkeypatch):
     similar = write("", "mpt1b.py")
-    wrong = str(tmp_path / "mpt1bb.py")
-    syntax = "(flags are written --key=value)"
-    assert error(wrong) == f"no config file {wrong!r} {syntax}, did you mean {similar}?"
-    assert error("3").startswith(f"no config file '3' {syntax}")  # from `--n_layers 3`
-    assert error(str(tmp_path / "nowhere" / "x.py")).endswith(syntax)
-
-
-def test_the_nearest_file_in_configs(monkeypatch):
+    message = error(str(tmp_path / "mpt1bb.py"))
+    assert "--key=value" in message and f"did you mean {similar}?" in message
+    assert error("3").startswith("no config file '3'")  # from `--n_layers 3`
+    assert "did you mean" not in error(str(tmp_path / "nowhere" / "x.py"))
     monkeypatch.chdir(ROOT)
     assert error("mpt7b.py").endswith("did you mean configs/mpt7b.py?")
 
@@ -550,10 +505,9 @@ class Texts:
 def test_a_program_may_take_something_else_than_config_files():
     words, texts = load(["runs/a", "--n=5", "runs/b"], Texts, takes="RUN ...")
     assert words == ["runs/a", "runs/b"] and texts == Texts(n=5)
-    usage = r"^usage: python .* RUN \[--key=value \.\.\.\] \(--help lists"
     for argv in ([], ["a", "b"]):
-        with pytest.raises(UserError, match=usage):
-            load(argv, Texts, takes="RUN")
+        message = refusal(load, argv, Texts, takes="RUN")
+        assert message.startswith("usage: python ") and " RUN [--key=value ...]" in message
 
 
 def test_a_list_grows_with_each_flag():
@@ -562,69 +516,50 @@ def test_a_list_grows_with_each_flag():
     assert load([], Texts)[0].prompt == [] and Texts().prompt is not Texts().prompt
 
 
-def test_a_config_file_may_hold_a_list(tmp_path):
-    (tmp_path / "a.py").write_text("prompt = ['a', 'b']\n")
-    assert load([str(tmp_path / "a.py"), "--prompt=c"], Texts)[0].prompt == ["a", "b", "c"]
-    (tmp_path / "b.py").write_text("prompt = ['a', 1]\n")
-    with pytest.raises(UserError, match=r"prompt in .*b\.py is \['a', 1\], expected text"):
-        load([str(tmp_path / "b.py")], Texts)
+def test_a_config_file_may_hold_a_list(write):
+    assert load([write("prompt = ['a', 'b']"), "--prompt=c"], Texts)[0].prompt == ["a", "b", "c"]
+    assert "is ['a', 1], expected text" in refusal(load, [write("prompt = ['a', 1]")], Texts)
 
 
 @pytest.mark.parametrize("cls", [Texts, MPTConfig, TrainConfig])
-@pytest.mark.parametrize("key", [*config.FOREIGN_NAMES, "weight_decay", "tp", "pp", "alibi_bias"])
-def test_a_program_suggests_only_its_own_keys(cls, key):
+def test_a_program_suggests_only_its_own_keys(cls):
     names = {field.name for field in dataclasses.fields(cls)}
-    if key in names:
-        return
-    with pytest.raises(UserError) as caught:
-        load([f"--{key}=1"], cls)
-    suggested = re.findall(r"did you mean '(\w+)'|(\w+)=", str(caught.value))
-    assert {word for words in suggested for word in words if word} <= names
+    for key in {*config.FOREIGN_NAMES, "weight_decay", "tp", "pp", "alibi_bias"} - names:
+        suggested = re.findall(r"did you mean '(\w+)'|(\w+)=", refusal(load, [f"--{key}=1"], cls))
+        assert {word for words in suggested for word in words if word} <= names, key
 
 
-@pytest.mark.parametrize(
-    "word, ours",
-    [("q_proj", "Wqkv"), ("qkv_proj", "Wqkv"), ("o_proj", "out_proj"), ("gate_proj", "up_proj")]
-    + [("c_fc", "up_proj"), ("fc2", "down_proj"), ("all-linear", "all"), ("wqkv", "Wqkv")],
-)
-def test_a_layer_of_another_model_is_answered_with_ours(word, ours):
-    assert f"'{word}' is not known, did you mean '{ours}'?" in error(f"--lora_targets={word}")
+OUR_LAYERS = {
+    "q_proj": "Wqkv",
+    "o_proj": "out_proj",
+    "gate_proj": "up_proj",
+    "fc2": "down_proj",
+    "all-linear": "all",
+    "wqkv": "Wqkv",
+}
 
 
-def test_a_flag_without_its_value_is_answered_with_what_to_write():
-    for flags, meant in ((["--prompt"], "--prompt=... (text)"), (["--n", "--quiet"], "--n=... (")):
-        with pytest.raises(UserError) as error:
-            load(["RUN", *flags], Texts, takes="RUN")
-        assert f" needs a value: {meant}" in str(error.value)
+@pytest.mark.parametrize("word", OUR_LAYERS)
+def test_a_layer_of_another_model_is_answered_with_ours(word):
+    assert f"did you mean '{OUR_LAYERS[word]}'?" in error(f"--lora_targets={word}")
 
 
 def test_a_value_may_stand_behind_a_space_where_no_config_files_are_taken():
     argv = ["--n", "5", "RUN", "--quiet", "--prompt", "def main(", "--prompt", "-x"]
     words, texts = load(argv, Texts, takes="RUN")
     assert words == ["RUN"] and texts == Texts(prompt=["def main(", "-x"], n=5, quiet=True)
-
-
-def test_help_names_config_files_only_where_they_are_taken(capsys):
-    without_files, with_files = "--key=value\n", "--key=value, or key = value in a"
-    for takes, syntax in (("RUN", without_files), (None, with_files)):
-        with pytest.raises(SystemExit):
-            load(["--help"], Texts, takes=takes)
-        text = capsys.readouterr().out
-        assert f"settings: {syntax}" in text
-        assert re.search(r"--prompt= +how the text begins\n", text)
+    for flags, meant in ((["--prompt"], "--prompt=..."), (["--n", "--quiet"], "--n=...")):
+        assert f" needs a value: {meant}" in refusal(load, ["RUN", *flags], Texts, takes="RUN")
 
 
 # --------------------------------------------------------------------------------------------------
 # The program
 
 
-UNKNOWN_KEY = "error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?"
-
-
 def test_a_mistake_is_one_line_and_exit_status_2():
     result = run("config.py", "--n_layer=3")
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr == f"{UNKNOWN_KEY}\n"
+    assert result.stderr.startswith("error: unknown key") and result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -632,4 +567,5 @@ def test_under_torchrun_it_is_said_once(torchrun):
     result = torchrun(2, "--n_layer=3")
     assert result.returncode != 0
     lines = result.stderr.splitlines()
-    assert [line for line in lines if "n_layer" in line or "config.load" in line] == [UNKNOWN_KEY]
+    (line,) = [line for line in lines if "n_layer" in line or "config.load" in line]
+    assert line.startswith("error: unknown key 'n_layer'")

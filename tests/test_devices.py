@@ -3,55 +3,34 @@
 import csv
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PATIENCE, ROOT, clean_environment
 
 import config
 import devices
+import processes
 from config import TrainConfig, UserError
 
 # Vendors' datasheets and product pages, collected independently of devices.TABLE.
 FIGURES = Path(__file__).parent / "accelerators.csv"
 
-REPORTED = [  # name, arch, units that torch reports, GiB, bf16 TFLOP/s
-    ("NVIDIA A100-SXM4-40GB", "8.0", 108, 39.4, 312),
-    ("NVIDIA A100 80GB PCIe", "8.0", 108, 79.2, 312),
-    ("NVIDIA H100 80GB HBM3", "9.0", 132, 79.1, 989.4),
-    ("NVIDIA H100 PCIe", "9.0", 114, 79.1, 756.5),
-    ("NVIDIA H100 NVL", "9.0", 132, 93.1, 835.5),
-    ("NVIDIA H200", "9.0", 132, 139.8, 989.4),
-    ("NVIDIA H200 NVL", "9.0", 132, 139.8, 836),
+REPORTED = [  # name, arch, units that torch reports, GiB, bf16 TFLOP/s; more in accelerators.csv
     ("NVIDIA GH200 480GB", "9.0", 132, 94.5, 989.4),
-    ("NVIDIA B200", "10.0", 148, 179, 2250),
-    ("NVIDIA GB200", "10.0", 152, 185, 2500),
-    ("NVIDIA GeForce RTX 4090", "8.9", 128, 23.6, 165.2),
     ("AMD Instinct MI250X/MI250", "gfx90a:sramecc+:xnack-", 104, 64, 181.05),
-    ("AMD Instinct MI250X/MI250", "gfx90a:sramecc+:xnack-", 110, 64, 191.5),
-    ("AMD Instinct MI250X / MI250", "gfx90a", 104, 64, 181.05),
     ("amd instinct MI250X /MI250", "gfx90a", 110, 64, 191.5),
-    ("AMD Instinct MI250", "gfx90a", 104, 64, 181.05),
-    ("AMD Instinct MI250X", "gfx90a", 110, 64, 191.5),
     ("AMD Instinct MI210", "gfx90a", 104, 64, 181.0),
     ("", "gfx90a:sramecc+:xnack-", 104, 64, 181.05),
     ("", "gfx90a:sramecc+:xnack-", 110, 64, 191.5),
-    ("", "gfx908:sramecc+:xnack-", 120, 32, 92.3),
     ("AMD Radeon Graphics", "gfx942", 304, 192, 1307.4),
     ("AMD Radeon Graphics", "gfx942", 304, None, 1307.4),
     ("AMD Instinct MI300X VF", "gfx942", 304, 192, 1307.4),
-    ("AMD Instinct MI325X", "gfx942", 304, 256, 1307.4),
-    ("AMD Instinct MI350X", "gfx950", 256, 288, 2306.9),
-    ("AMD Instinct MI355X", "gfx950", 256, 288, 2516.6),
     ("AMD Instinct MI300X", "gfx942", 38, 24, 1307.4 / 8),  # CPX: one card, eight devices
     ("Radeon RX 7900 XTX", "gfx1100", 48, 24, 122.9),  # work-group processors
     ("AMD Radeon RX 7900 XTX", "gfx1100", 96, 24, 122.9),
     ("AMD Radeon Graphics", "gfx1100", 48, 48, 122.6),  # memory tells the W7900 from the XTX
-    ("AMD Radeon RX 9070 XT", "gfx1201", 32, 16, 195),
 ]
 
 
@@ -306,15 +285,12 @@ WHEEL_ROCM = "gfx906 gfx908 gfx90a gfx942 gfx1030 gfx1100".split()
 @pytest.mark.parametrize(
     "arch, built_for, wanted",
     [
-        ("7.5", WHEEL_CUDA, True),
         ("8.0", WHEEL_CUDA, True),
         ("8.9", WHEEL_CUDA, True),  # runs sm_86
         ("10.3", WHEEL_CUDA, True),  # runs sm_100
-        ("12.1", WHEEL_CUDA, True),
         ("13.0", WHEEL_CUDA, True),  # the driver compiles compute_120
         ("13.0", ["sm_120"], False),
         ("7.0", WHEEL_CUDA, False),
-        ("6.1", WHEEL_CUDA, False),
         ("8.0", ["sm_86"], False),
         ("9.0", ["sm_90a"], True),
         ("10.3", ["sm_100a"], False),
@@ -327,7 +303,6 @@ WHEEL_ROCM = "gfx906 gfx908 gfx90a gfx942 gfx1030 gfx1100".split()
         ("gfx942", ["gfx942:sramecc+:xnack-"], True),
         ("gfx1031", WHEEL_ROCM, False),
         ("gfx1101", ["gfx11-generic"], True),
-        ("gfx1101", [], True),
     ],
 )
 def test_which_gpus_a_build_of_torch_has_kernels_for(arch, built_for, wanted):
@@ -378,38 +353,32 @@ def test_a_gpu_that_one_may_not_open_names_the_groups(dev, monkeypatch):
     assert why.startswith(f"you may not open {folder}/kfd: sudo usermod -aG render,video")
 
 
-LAUNCH = """
-import os, devices, processes
-real = devices.unused_gpu
-devices.unused_gpu = lambda dev, cuda, hip: real(os.environ["DEV"], os.environ["CUDA"], None)
-
-def main(argv):
-    print(processes.pick_device(argv[0], 0, int(argv[1]), int(argv[1])))
-
-processes.run(main)
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use this machine's GPU")
 @pytest.mark.parametrize(
-    "device, ranks, cuda, status, words",
+    "device, ranks, cuda, words",
     [
-        ("auto", 1, "13.0", 0, "note: using the CPU: torch for CUDA 13.0 cannot use the GPU ("),
-        ("auto", 2, "13.0", 2, "error: torch for CUDA 13.0 cannot use the GPU ("),
-        ("auto", 2, "", 0, "note: using the CPU: the GPU is NVIDIA's, but torch is built for CPUs"),
-        ("cuda", 1, "", 2, "error: the GPU is NVIDIA's, but torch is built for CPUs"),
-        ("cpu", 1, "13.0", 0, ""),
+        ("auto", 1, "13.0", "note: using the CPU: torch for CUDA 13.0 cannot use the GPU"),
+        ("auto", 1, "", "note: using the CPU: the GPU is NVIDIA's, but torch is built for CPUs"),
+        ("auto", 2, "", "note: using the CPU: the GPU is NVIDIA's, but torch is built for CPUs"),
+        ("auto", 2, "13.0", None),
+        ("cuda", 1, "", None),
+        ("cpu", 1, "13.0", ""),
     ],
 )
-def test_a_launch_beside_a_gpu_that_torch_cannot_use(dev, device, ranks, cuda, status, words):
-    command = [sys.executable, "-c", LAUNCH, device, str(ranks)]
-    env = clean_environment() | {"DEV": dev("nvidia0"), "CUDA": cuda}
-    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True}
-    done = subprocess.run(command, timeout=PATIENCE, **options)
-    assert done.returncode == status, done.stderr
-    assert done.stdout == ("cpu\n" if status == 0 else "")
-    assert done.stderr.startswith(words) and len(done.stderr.splitlines()) == bool(words)
+def test_a_launch_beside_a_gpu_that_torch_cannot_use(
+    dev, monkeypatch, capsys, device, ranks, cuda, words
+):
+    """It takes the CPU with a note, or is refused (None)."""
+    folder, unused_gpu = dev("nvidia0"), devices.unused_gpu
+    monkeypatch.setattr(devices, "unused_gpu", lambda *_: unused_gpu(folder, cuda, None))
+    config.say_once.cache_clear()
+    if words is None:
+        with pytest.raises(UserError, match="the GPU"):
+            processes.pick_device(device, 0, ranks, ranks)
+        return
+    assert processes.pick_device(device, 0, ranks, ranks).type == "cpu"
+    said = capsys.readouterr().err
+    assert said.startswith(words) and said.count("\n") == bool(words)
 
 
 GIB = 2**30

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import config
 import devices
 import flops
 from config import MPTConfig, UserError
@@ -51,43 +50,6 @@ def test_parameters_of_the_nine_sizes(size):
     assert flops.n_params(mpt(size, alibi=True, no_bias=True)) == SIZES[size][4]
 
 
-def test_parameters_with_grouped_heads_qk_norms_and_an_untied_head():
-    cfg = MPTConfig(
-        d_model=8,
-        n_heads=4,
-        n_layers=2,
-        expansion_ratio=3,
-        max_seq_len=16,
-        vocab_size=32,
-        kv_n_heads=2,
-        qk_ln=True,
-        tie_word_embeddings=False,
-    )
-    assert flops.params_by_part(cfg) == {
-        "wte": 32 * 8,
-        "wpe": 16 * 8,
-        "Wqkv": 2 * 8 * (8 + 4 + 4),
-        "out_proj": 2 * 8 * 8,
-        "up_proj": 2 * 8 * 24,
-        "down_proj": 2 * 24 * 8,
-        "norms": 2 * (8 + 8 + 8 + 4) + 8,  # norm_1, norm_2, q_ln, k_ln; norm_f
-        "biases": 2 * (16 + 8 + 24 + 8 + 8 + 8 + 8 + 4) + 8,
-        "lm_head": 32 * 8,
-    }
-    weights = flops.train_flops_per_token(cfg) - 12 * 2 * 8 * 16
-    assert weights == 6 * (flops.n_params(cfg) - 32 * 8)  # the input embedding is a lookup
-    cfg.no_bias = True
-    assert flops.params_by_part(cfg)["biases"] == 0
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
-def test_parameters_of_every_config_are_those_of_the_model(path):
-    (cfg,) = config.load([str(path)], MPTConfig)
-    with torch.device("meta"):
-        model = MPT(cfg)
-    assert flops.n_params(cfg) == sum(p.numel() for p in model.parameters())
-
-
 @st.composite
 def shapes(draw) -> MPTConfig:
     """Small models of any shape."""
@@ -111,47 +73,17 @@ def shapes(draw) -> MPTConfig:
 @given(shapes())
 @settings(max_examples=25, deadline=None)
 def test_parameters_by_part_are_those_of_the_model(cfg):
+    """An input embedding of its own is a lookup: its weights cost nothing."""
     with torch.device("meta"):
         sizes = {name: p.numel() for name, p in MPT(cfg).named_parameters()}
     parts = flops.params_by_part(cfg)
     for part in ("wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj", "lm_head"):
         assert parts[part] == sum(n for name, n in sizes.items() if f"{part}.weight" in name), part
     assert parts["biases"] == sum(n for name, n in sizes.items() if name.endswith("bias"))
-    assert flops.n_params(cfg) == sum(sizes.values())
-
-
-# LLM Foundry's throughput tables (scripts/train/benchmarking), all on 8 GPUs: size, sequence,
-# peak TFLOP/s, checkpointing, TFLOP/s a GPU, MFU %, tokens/s a GPU.
-PUBLISHED = [
-    ("30b", 8192, 989.5, "full", 296, 29.92, 1384),
-    ("13b", 2048, 989.5, "none", 393, 39.79, 4792),
-    ("7b", 65536, 989.5, "full", 282, 28.59, 1956),
-    ("7b", 2048, 989.5, "none", 459, 46.44, 10643),
-    ("3b", 512, 989.5, "none", 458, 46.32, 27965),
-    ("1b", 2048, 989.5, "none", 413, 41.82, 45455),
-    ("760m", 32768, 989.5, "none", 315, 31.84, 16291),
-    ("30b", 2048, 312, "full", 172, 55.3, 916),
-    ("13b", 32768, 312, "full", 161, 51.69, 1016),
-    ("7b", 2048, 312, "none", 200, 64.23, 4641),
-    ("3b", 16384, 312, "none", 178, 57.13, 5529),
-    ("1b", 1024, 312, "none", 187, 60.15, 22112),
-    ("350m", 65536, 312, "none", 164, 52.7, 7524),
-    ("125m", 2048, 312, "none", 139, 44.79, 142830),
-    ("125m", 512, 312, "none", 125, 40.26, 156735),
-]
-
-
-@pytest.mark.parametrize("size, seq, peak, checkpointing, tflops, mfu, speed", PUBLISHED)
-def test_mfu_equals_the_published_one(size, seq, peak, checkpointing, tflops, mfu, speed):
-    cfg = mpt(size, max_seq_len=seq)
-    least = flops.mfu(cfg, 8 * speed, 8, peak * 1e12)
-    most = flops.mfu(cfg, 8 * (speed + 1), 8, peak * 1e12)  # tokens/s are cut to whole numbers
-    assert 100 * least - 0.005 <= mfu <= 100 * most + 0.005  # MFU is rounded to two decimals
-    assert 100 * least == pytest.approx(mfu, abs=0.045)
-    assert least * peak == pytest.approx(tflops, abs=1)  # cut or rounded to whole numbers
-    recomputed = 4 / 3 if checkpointing == "full" else 1
-    hfu = flops.hfu(cfg, 8 * speed, 8, peak * 1e12, checkpointing)
-    assert hfu == pytest.approx(recomputed * least)
+    n = sum(sizes.values())
+    assert flops.n_params(cfg) == n
+    n_lookup = 0 if cfg.tie_word_embeddings else cfg.vocab_size * cfg.d_model
+    assert flops.train_flops_per_token(cfg, "6nd") == 6 * (n - n_lookup)
 
 
 def test_all_142_published_rows():
@@ -201,11 +133,7 @@ def test_hfu_of_no_selective_and_full_checkpointing():
     assert flops.hfu(*run, "full") == pytest.approx(mfu * 4 / 3)
     share = 7 / 32  # blocks 0, 5, .., 30
     assert flops.hfu(*run, "full", 5) == pytest.approx(mfu * (1 + share / 3))
-
-
-def test_an_unknown_peak_gives_no_utilization():
-    assert flops.mfu(mpt("1b"), 1000, 1, None) is None
-    assert flops.hfu(mpt("1b"), 1000, 1, None, "full") is None
+    assert flops.mfu(mpt("1b"), 1000, 1, None) is None  # the peak is not known
 
 
 # --------------------------------------------------------------------------------------------------
@@ -284,25 +212,6 @@ def test_frozen_weights_and_adapters():
     assert count(top)[0] == weights + attention * share_of_attention + 6 * n_lora / 4
 
 
-ONE_MORE = dict.fromkeys(["n_layers", "max_seq_len", "vocab_size", "expansion_ratio"], 1)
-
-
-@given(shapes(), st.sampled_from(["none", "full"]), st.sampled_from([0, 2]))
-@settings(max_examples=50, deadline=None)
-def test_every_size_makes_every_count_larger(cfg, mode, rank):
-    setup = TrainingSetup(activation_checkpointing=mode, lora_rank=rank)
-    by_heads = {"d_model": cfg.n_heads, "kv_n_heads": cfg.n_heads - cfg.kv_n_heads}
-    for name, added in (ONE_MORE | by_heads).items():
-        larger = replace(cfg, **{name: getattr(cfg, name) + added})
-        if added == 0:  # as many key heads as there are already
-            continue
-        no_table = name == "max_seq_len" and cfg.alibi  # no table of positions grows
-        for convention in flops.CONVENTIONS:
-            before = flops.flops_of(cfg, convention, setup)[1]
-            after = flops.flops_of(larger, convention, setup)[1]
-            assert after > before > 0 or (no_table and convention == "6nd"), (convention, name)
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -319,27 +228,30 @@ def found(capsys, flags: str) -> dict:
 
 
 def test_the_mfu_by_every_convention(capsys):
-    out = shown(capsys, "CONFIGS/mpt7b.py --device=mi250 --tokens_per_second=1922")
+    run = "CONFIGS/mpt7b.py --device=mi250 --tokens_per_second=1922"
+    out = shown(capsys, run)
     assert "6,658,859,008" in out and "181.05" in out and "matmuls reach 72%" in out
     rows = {line.split()[0]: line.split()[1:5] for line in out.splitlines() if "%  " in line}
     assert rows["foundry"] == ["43.174", "82.98", "45.83%", "61.11%"]
     assert rows.keys() == flops.CONVENTIONS.keys()
 
-
-def test_json_has_the_same_figures(capsys):
-    run = "CONFIGS/mpt1b.py --peak_tflops=312 --tokens_per_second=164104 --devices=8"
     figures = found(capsys, run)
-    assert figures["n_params"] == sum(figures["params"].values()) == 1_315_950_592
-    assert figures["mfu"] == figures["hfu"] == pytest.approx(0.5986, abs=1e-4)
-    assert figures["peak_tflops"] == 312 and figures["mfu_of_reachable"] is None
+    assert figures["n_params"] == sum(figures["params"].values()) == 6_658_859_008
+    assert f"{figures['mfu']:.2%} {figures['hfu']:.2%}" == "45.83% 61.11%"
+    assert figures["mfu_of_reachable"] == pytest.approx(figures["mfu"] / 0.72)
     causal = found(capsys, f"{run} --convention=causal")
     assert causal["mfu"] == figures["conventions"]["causal"]["mfu"] < figures["mfu"]
 
-
-def test_the_share_of_what_matmuls_reach(capsys):
-    figures = found(capsys, "CONFIGS/mpt1b.py --device=a100 --tokens_per_second=20513")
-    assert figures["reachable"] == 0.87
-    assert figures["mfu_of_reachable"] == pytest.approx(figures["mfu"] / 0.87)
+    # The same from its size and the shape of its attention.
+    of_size = found(
+        capsys,
+        f"""--n_params={SIZES["7b"][3]} --n_layers=32 --d_model=4096
+        --max_seq_len=2048 --activation_checkpointing=full --device=mi250
+        --tokens_per_second=1922""",
+    )["conventions"]
+    assert figures["conventions"].keys() - of_size.keys() == {"megatron", "megatron_recompute"}
+    for name, row in of_size.items():
+        assert row == pytest.approx(figures["conventions"][name])
 
 
 THREAD = "--n_params=405e9 --tokens_per_second=34.1 --devices=8 --device=mi300x"
@@ -372,24 +284,6 @@ def test_the_size_and_the_attention_of_a_model(heads, capsys):
     conventions = found(capsys, f"{PALM} {heads}")["conventions"]
     shares = [f"{conventions[name]['mfu']:.1%}" for name in ("palm", "6nd")]
     assert shares == ["46.2%", "45.7%"]
-
-
-def test_a_size_and_a_model_count_the_same(capsys):
-    n = SIZES["7b"][3]
-    run = "--activation_checkpointing=full --device=mi250 --tokens_per_second=1922"
-    shape = f"--n_params={n} --n_layers=32 --d_model=4096 --max_seq_len=2048"
-    of_size = found(capsys, f"{shape} {run}")["conventions"]
-    of_model = found(capsys, f"CONFIGS/mpt7b.py {run}")["conventions"]
-    assert of_model.keys() - of_size.keys() == {"megatron", "megatron_recompute"}
-    for name, row in of_size.items():
-        assert row == pytest.approx(of_model[name])
-
-
-def test_a_config_with_adapters(capsys):
-    figures = found(capsys, "CONFIGS/lora_mpt7b.py")
-    assert figures["convention"].endswith("4 N + 6 N_lora + 12 L d S")
-    per_token = 4 * figures["n_params"] + 6 * figures["n_lora"] + 12 * 32 * 4096 * 2048
-    assert figures["flops_per_token"] == per_token
 
 
 @pytest.mark.parametrize("rate, words", [
@@ -431,23 +325,17 @@ def test_a_device_without_a_bf16_peak(capsys):
 @pytest.mark.parametrize("flags, message", [
     ("--device=mi205", "did you mean .*mi250"),
     ("--device=mi250-card", "2 torch devices: say mi250"),
-    ("--n_layer=3", "did you mean 'n_layers'"),
     ("--convention=megatorn", "did you mean 'megatron'"),
     ("--lora_targets=Wqkw --lora_rank=4", "did you mean 'Wqkv'"),
     ("--lora_rank=2 --lora_last_blocks=25", "lora_last_blocks 25 is more than n_layers 24"),
     ("--devices=0", "devices must be from 1 to 1,000,000"),
     ("--tokens_per_second=-5", "tokens_per_second must be from 1e-06"),
-    ("--tokens_per_second=inf", "tokens_per_second in the command line is inf"),
-    ("--peak_tflops=0", "peak_tflops must be from 0.001 to 1,000,000"),
-    ("--n_params=0", "n_params must be from 1 to"),
     ("--n_params=1.5", "expected a whole number"),
     ("--n_params=1e9 --vocab_size=64", "vocab_size"),
     ("--n_params=1e9 --d_model=64", "need --n_layers=... --max_seq_len=...$"),
     ("--n_params=1e9 configs/mpt1b.py", "remove configs/mpt1b.py"),
     ("--n_params=1e9 --recompute_every=2", "needs a model"),
     ("--n_params=1e9 --convention=megatron", "needs a model"),
-    ("--recompute_every=0", "recompute_every must be from 1 to 10,000"),
-    ("--activation_checkpointing=half", "expected one of: none, selective, full"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(flags, message):
     with pytest.raises(UserError, match=message) as error:

@@ -52,7 +52,6 @@ def test_the_shape_and_the_layout_are_the_published_ones(name):
     sizes = {"22b": 22e9, "175b": 175e9, "1t": 1e12}
     assert flops.n_params(m) == pytest.approx(sizes[name], rel=0.01)
     assert cfg.run_dir == f"runs/frontier_{name}"
-    assert len((ROOT / f"configs/frontier_{name}.py").read_text().splitlines()) <= 25
 
 
 @every_recipe
@@ -125,9 +124,8 @@ def test_a_plan_stands_beside_what_was_published(name, capsys):
     found = json.loads(capsys.readouterr().out)
     published = devices.PUBLISHED_FRONTIER[m.n_layers, m.d_model]
     assert found["published"]["tflops_per_device"] == published
-    assert published / 191.5 == pytest.approx(
-        {"22b": 0.3838, "175b": 0.3614, "1t": 0.3196}[name], abs=5e-4
-    )
+    share_of_peak = {"22b": 0.3838, "175b": 0.3614, "1t": 0.3196}
+    assert published / 191.5 == pytest.approx(share_of_peak[name], abs=5e-4)
     ours = found["tflops_per_device"]
     assert found["published"]["planned"] == pytest.approx(ours)
     assert ours == pytest.approx(published, rel=0.25)

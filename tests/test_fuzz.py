@@ -186,17 +186,24 @@ def pickled(name):
     return make
 
 
-def their_tokenizer(folder):
-    import tokenizers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def adapter(name):
+    """A maker of a PEFT folder, of which the file `name` is damaged."""
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: number for number, letter in enumerate([*letters, "th", "<|endoftext|>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken("<|endoftext|>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    def make(folder):
+        from config import MPTConfig, TrainConfig
+        from serving.adapters import write_random
+
+        chosen = TrainConfig(init_from="any", lora_rank=2)
+        write_random(folder / "theirs", MPTConfig(**SIZES), chosen, seed=0)
+        return folder / "theirs" / name
+
+    return make
+
+
+def their_tokenizer(folder):
+    from conftest import byte_level
+
+    byte_level("th").save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
 
@@ -355,6 +362,12 @@ def read_weights(path, folder):
     hf.import_(source, folder / f"run-{os.urandom(4).hex()}", "bytes")
 
 
+def read_adapter(path, folder):
+    from weights import peft
+
+    peft.read(path.parent)
+
+
 def read_generation(path, folder):
     from weights import hf_tokenizer
 
@@ -405,7 +418,7 @@ def read_measured(path, folder):
     from planning.fleet import Fleet
 
     fleet = Fleet(devices.by_name("mi250"), 1, 8, 100.0)
-    calibrate.from_file(str(path), fleet, step_time.OURS)
+    calibrate.from_files([str(path)], fleet, step_time.OURS)
 
 
 def read_table(path, folder):
@@ -448,6 +461,8 @@ READERS = {  # name -> (maker, reader)
     "index.json": (hugging_face("model.safetensors.index.json"), read_weights),
     "pytorch_model.bin": (pickled("pytorch_model.bin"), read_weights),
     "composer.pt": (pickled("composer.pt"), read_weights),
+    "adapter_config.json": (adapter("adapter_config.json"), read_adapter),
+    "adapter_model.safetensors": (adapter("adapter_model.safetensors"), read_adapter),
     "generation_config.json": (written("generation_config.json", GENERATION), read_generation),
     "tokenizer.json": (their_tokenizer, read_tokenizer),
     "vocab.json": (their_pair, read_tokenizer),
@@ -669,7 +684,7 @@ def main(argv) -> None:
     n_cases = next((int(word[8:]) for word in argv if word.startswith("--cases=")), CASES)
     names = [word for word in argv if not word.startswith("--")]
     modules = """
-        bench.compare planning.calibrate weights.load weights.hf evaluation.zero_shot
+        bench.compare planning.calibrate weights.load weights.hf weights.peft evaluation.zero_shot
         lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.stopping
         pyarrow.parquet torch._dynamo
     """

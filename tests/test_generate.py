@@ -10,11 +10,11 @@ import sys
 import types
 
 import pytest
-from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch
+from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch, refusal
 
 import checkpoint
 import generate as program
-from config import TrainConfig, UserError
+from config import TrainConfig
 from serving.adapters import write_random
 from text import tokenizer as tokenizers
 from weights import hf, peft
@@ -53,11 +53,9 @@ def test_program_is_deterministic_and_knows_the_steps(said, run):
     first = said("--prompt=the river")
     assert first.startswith(f"--- {run}/checkpoints/step-2 ---\nthe river")
     assert len(first.split("\n", 1)[1]) > 15
-    assert said("--prompt=the river") == first
-    assert said("--prompt=the river", "--seed=2") != first
+    assert said("--prompt=the river") == first != said("--prompt=the river", "--seed=2")
     assert "before training" in said("--step=0")
     assert "step-1" in said("--step=1")
-    assert said("--prompt=the river", "--precision=fp32").startswith(first[:9])
 
 
 @pytest.mark.slow
@@ -74,7 +72,7 @@ def test_an_empty_text_is_explained(said, run, capsys):
     settings = ["--prompt=the river", "--temperature=0"]
     text = json.loads(said(*settings, "--json"))["text"]
     program.main([str(run), *settings, f"--stop={text[0]}"])
-    assert "no text: stop string came first; set another --seed or" in capsys.readouterr().err
+    assert "no text: stop string came first" in capsys.readouterr().err
 
 
 def test_program_takes_many_prompts(said, tmp_path):
@@ -99,16 +97,10 @@ def test_program_takes_many_prompts(said, tmp_path):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 def test_json_is_json_whatever_the_terminal_can_show(monkeypatch, encoding):
-    fields = {
-        "prompt": "ä 😀",
-        "text": "ł",
-        "new_tokens": 1,
-        "end": "stop string",
-        "adapter": "none",
-    }
+    text = {"prompt": "ä 😀", "text": "ł", "new_tokens": 1, "end": "x", "adapter": "none"}
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding, "backslashreplace"))
-    print(program.as_json(types.SimpleNamespace(**fields)), flush=True)
+    print(program.as_json(types.SimpleNamespace(**text)), flush=True)
     shown = json.loads(out.getvalue().decode(encoding))
     assert (shown["prompt"], shown["text"]) == ("ä 😀", "ł")
 
@@ -127,8 +119,7 @@ def test_a_prompt_ends_at_a_line_feed_and_nowhere_else(tmp_path):
     path.write_bytes(("\ufeff" + "\r\n".join(prompts) + "\n\n").encode())
     assert program.read_prompts(str(path)) == prompts
     path.write_bytes("größe\n".encode("latin-1"))
-    with pytest.raises(UserError, match="is not UTF-8 text: byte 0xf6 at offset 2. .*iconv"):
-        program.read_prompts(str(path))
+    assert "byte 0xf6 at offset 2" in refusal(program.read_prompts, str(path))
 
 
 def write_adapters(run, folder) -> tuple[str, str]:
@@ -183,19 +174,18 @@ def test_a_run_with_adapters_is_one_for_its_base_alone(said, run, tmp_path, caps
     wanted = said(*flags, f"--adapter={a}")
     assert said(*flags, f"--adapter={tuned}") == wanted
     assert said(*flags, run=tuned).splitlines()[1:] == wanted.splitlines()[1:]  # merged
-    message = f"{tuned} belongs to .*step-2, whose weights are not those of .*step-1: use it"
-    with pytest.raises(UserError, match=message):
-        said(*flags, "--step=1", f"--adapter={tuned}")
+    message = refusal(said, *flags, "--step=1", f"--adapter={tuned}")
+    assert f"{tuned} belongs to " in message and "step-1" in message
 
 
 WRONG_ADAPTERS = {
-    "--adapter={a} --adapter={b}": "2 adapters for 1 prompts: give one for all, or one for each",
+    "--adapter={a} --adapter={b}": "2 adapters for 1 prompts",
     "--prompt=x --adapter=none --adapter={a}": "2 adapters for 1 prompts",
     "--interactive --adapter={a} --adapter={b}": "--interactive writes all texts with one adapter",
-    "--step=0 --adapter={a}": "the model before training, to which no adapter belongs: remove --st",
-    "--adapter={a}/none": "no adapter in .*/none, which does not exist: expected a run, or adapter",
-    "--adapter={folder}": "no adapter in [^,]*: expected a run, or adapter_config.json",
-    "--adapter=": "--adapter is empty: give a path, or none",
+    "--step=0 --adapter={a}": "before training, to which no adapter belongs",
+    "--adapter={a}/none": "a/none, which does not exist",
+    "--adapter={folder}": "expected a run, or adapter_config.json",
+    "--adapter=": "--adapter is empty",
     "--adapter={run}": "holds a whole model, no adapters",
     "--adapter={cut}": "cut/adapter_model.safetensors is truncated or damaged",
 }
@@ -208,81 +198,57 @@ def test_wrong_adapters_are_answered_in_one_line(run, tmp_path):
     os.truncate(cut / "adapter_model.safetensors", 5000)
     places = {"a": a, "b": b, "run": run, "cut": cut, "folder": tmp_path}
     for flags, message in WRONG_ADAPTERS.items():
-        with pytest.raises(UserError, match=message) as error:
-            program.main([str(run), *flags.format(**places).split()])
-        assert "\n" not in str(error.value)
+        assert message in refusal(program.main, [str(run), *flags.format(**places).split()])
 
 
 WRONG_FLAGS = {
-    "--step=9": "no checkpoint of step 9 in .*step-1, step-2, and 0 is untrained",
-    "--top_p=0": r"top_p in \(0, 1\]",
+    "--step=9": "step-1, step-2, and 0 is untrained",
+    "--top_p=0": "top_p in (0, 1]",
     "--top_k=-1": "top_k must be 0 or more",
-    "--temperature=nan": "temperature in the command line is nan, expected a number",
+    "--temperature=nan": "is nan, expected a number",
     "--seed=-1": "seed must be from 0 to",
     "--max_new_tokens=0": "max_new_tokens 1 or more",
-    "--max_new_tokens=many": "max_new_tokens in the command line is 'many', expected a whole num",
     "--stop=": "a stop string is empty",
     "--interactive --json": "remove --prompt, --prompts and --json",
-    "--prompts={folder}/empty": "no prompt in .*empty: write one per line",
-    "--prompt": "--prompt needs a value: --prompt=...",
-    "--promt=x": "unknown key 'promt' in the command line, did you mean 'prompt'",
+    "--prompts={folder}/empty": "no prompt in",
+    "--promt=x": "did you mean 'prompt'",
     "--precision=fp8": "expected one of: auto, fp32, bf16",
 }
 
 
 def test_program_answers_mistakes_in_one_line(run, tmp_path):
     (tmp_path / "empty").write_text("\n\n")
-    cases = [
-        ([run, *flags.format(folder=tmp_path).split()], message)
-        for flags, message in WRONG_FLAGS.items()
-    ]
-    cases += [
-        ([tmp_path], "no checkpoint in '[^']*':"),
-        (
-            [__file__],
-            "test_generate.py is a file, not a folder: import it first: python -m",
-        ),
-        ([], r"usage: python .*RUN \[--key=value \.\.\.\] \(--help lists the settings\)"),
-        ([run, run], "usage: python .*RUN"),
-    ]
-    for args, message in cases:
-        with pytest.raises(UserError, match=message) as error:
-            program.main([str(arg) for arg in args])
-        assert "\n" not in str(error.value)
-
-    done = launch([], tmp_path, ["nothing", "--prompt=x"], program="generate.py")
-    assert done.returncode == 2
-    assert "no checkpoint in 'nothing', which does not exist: give a run folder" in done.stderr
-    assert done.stderr.count("\n") == 1
+    for flags, message in WRONG_FLAGS.items():
+        argv = [str(run), *flags.format(folder=tmp_path).split()]
+        assert message in refusal(program.main, argv)
+    assert "no checkpoint in" in refusal(program.main, [str(tmp_path)])
+    assert "is a file, not a folder: import it first" in refusal(program.main, [__file__])
+    assert "usage: python" in refusal(program.main, [str(run), str(run)])
 
 
-def test_interactive_goes_line_by_line(said, monkeypatch, capsys):
+def test_interactive_goes_line_by_line(said, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the river\nblue\nthe river\n\nnever read\n"))
     shown = said("--interactive")
-    once = said("--prompt=the river").split("\n", 1)[1]
-    assert shown.startswith(once)
-    assert "\nblue" in shown
+    assert shown.startswith(said("--prompt=the river").split("\n", 1)[1])
+    assert "\nblue" in shown and "never" not in shown
     assert shown.count("the river") >= 2
-    assert "never" not in shown
 
 
 def test_control_c_stops_the_text_and_not_the_program(run):
     flags = ["--interactive", "--max_new_tokens=1000000"]
     command = [sys.executable, str(ROOT / "generate.py"), str(run), *flags]
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    process = subprocess.Popen(command, env=clean_environment(), **pipes)
-    try:
-        process.stdin.write(b"river\n")
-        process.stdin.flush()
-        assert process.stdout.read(40).startswith(b"river")  # it has begun
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(b"\n", timeout=PATIENCE)
-        assert process.returncode == 0
-        assert out.endswith(b"\n")
-        assert b"tokens/s" in err
-        assert b"Traceback" not in err
-    finally:
-        process.kill()
+    with subprocess.Popen(command, env=clean_environment(), **pipes) as process:
+        try:
+            process.stdin.write(b"river\n")
+            process.stdin.flush()
+            assert process.stdout.read(40).startswith(b"river")  # it has begun
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(b"\n", timeout=PATIENCE)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and out.endswith(b"\n")
+    assert b"tokens/s" in err and b"Traceback" not in err
 
 
 def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
@@ -292,23 +258,9 @@ def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
     expected = said(*flags).splitlines()[1:]
     for more in ([], ["--tokenizer=bytes"]):  # bytes is also what its config.json says
         assert said(*flags, *more, run=exported).splitlines()[1:] == expected
-
-    with pytest.raises(UserError, match="has no steps"):
-        said(*flags, "--step=3", run=exported)
-    with pytest.raises(UserError, match="has its tokenizer"):
-        said(*flags, "--tokenizer=bytes")
-
-    settings = json.loads((exported / "config.json").read_text())
-    other = settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"}
-    (exported / "config.json").write_text(json.dumps(other))
-    (exported / "tokenizer.json").unlink()
-    # gpt2's ids must not take its place.
-    with pytest.raises(UserError, match="was trained with the tokenizer EleutherAI/gpt-neox-20b"):
-        said(*flags, run=exported)
-
-    (exported / "config.json").write_text(json.dumps(settings))
+    assert "has no steps" in refusal(said, *flags, "--step=3", run=exported)
+    assert "has its tokenizer" in refusal(said, *flags, "--tokenizer=bytes")
     large = tokenizers.Tokenizer("bytes", [b"x"] * 400)
     monkeypatch.setattr(tokenizers, "load", lambda *_: large)
-    message = "bytes has ids up to 400, but the vocabulary of .* ends at 319: set the --tok"
-    with pytest.raises(UserError, match=message):
-        said(*flags, run=exported)
+    message = refusal(said, *flags, run=exported)
+    assert "ids up to 400" in message and "ends at 319" in message

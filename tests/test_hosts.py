@@ -14,14 +14,11 @@ import time
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
-from launches import train_in, wait_for
+from launches import FLAGS, train_in, wait_for
 
 from lessons.elastic import steps_done
 from lifecycle import runlog
 
-MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
-MODEL += ["--precision=fp32"]
-BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000"]
 NAMES = ["head", "second"]
 PORT = 29500  # free, since the network is new
 
@@ -164,7 +161,7 @@ def assert_as_on_one_host(pool, folder, *args) -> None:
 @pytest.mark.slow
 def test_four_ranks_on_two_hosts_shard_inside_a_host(hosts, ranks, tiny_data, tmp_path):
     """By default HYBRID_SHARD shards inside a host, as --shard_size=2 does on one host of four."""
-    args = [*MODEL, *BATCH, *flags_for(tiny_data), "--max_steps=6", "--sharding=HYBRID_SHARD"]
+    args = [*FLAGS, *flags_for(tiny_data), "--max_steps=6", "--sharding=HYBRID_SHARD"]
     two = hosts(ranks_per_host=2)
     for number in (0, 1):
         two.start(number, *args, "--run_dir=two")
@@ -184,7 +181,7 @@ LONGER = ["--max_steps=40", "--save_interval=10"]
 )
 def test_a_host_is_killed_and_comes_back(hosts, ranks, tiny_data, tmp_path, victims):
     """torchrun's rendezvous is on the head. If that dies, both fail, and SLURM restarts both."""
-    args = [*MODEL, *BATCH, *LONGER, *flags_for(tiny_data)]
+    args = [*FLAGS, *LONGER, *flags_for(tiny_data)]
     two = hosts()
     for number in (0, 1):
         two.start(number, *args, "--run_dir=two")
@@ -202,7 +199,7 @@ def test_a_host_is_killed_and_comes_back(hosts, ranks, tiny_data, tmp_path, vict
 @pytest.mark.slow
 def test_the_cable_is_pulled_until_the_hosts_give_each_other_up(hosts, ranks, tiny_data, tmp_path):
     """No connection is closed: only the watchdog notices. Then torchrun restarts the workers."""
-    args = [*MODEL, *BATCH, *LONGER, *flags_for(tiny_data)]
+    args = [*FLAGS, *LONGER, *flags_for(tiny_data)]
     two = hosts()
     for number in (0, 1):
         two.start(number, *args, "--run_dir=two", "--timeout_minutes=0.2")

@@ -241,11 +241,8 @@ def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, 
     out = project.make("train", "ARGS=--lr=1e-3", python=below)
     launch = next(line for line in out.splitlines() if "torchrun" in line)
     threads = max(1, os.cpu_count() // 2)
-    assert launch == (
-        f"OMP_NUM_THREADS={threads} .venv/bin/torchrun "
-        "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 "
-        "--nproc_per_node=2 fsdp_train.py configs/demo.py --lr=1e-3"
-    )
+    assert launch.startswith(f"OMP_NUM_THREADS={threads} .venv/bin/torchrun ")
+    assert launch.endswith("--nproc_per_node=2 fsdp_train.py configs/demo.py --lr=1e-3")
     ran = "ran ['fsdp_train.py', 'configs/demo.py', '--lr=1e-3']\n"
     assert project.run("sh", "-c", launch) == ran
     programs = [line.split("'")[1] for line in out.splitlines() if line.startswith("ran")]
@@ -357,35 +354,32 @@ only_linux = pytest.mark.skipif(
 
 @only_linux
 def test_the_build_of_torch_follows_the_devices(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
-    nowhere = "http://127.0.0.1:9"
-    assert install.torch_index(False, tmp_path, nowhere) is None
-    (tmp_path / "kfd").touch()
-    with pytest.raises(SystemExit) as stopped:
-        install.torch_index(False, tmp_path, nowhere)
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1 and ".venv/bin/pip install torch --index-url" in message
-    assert install.torch_index(True, tmp_path, nowhere) is None  # ROCm's torch is there
-    (tmp_path / "nvidia0").touch()
-    assert install.torch_index(False, tmp_path, nowhere) is None
+    """A compute node of SLURM has sbatch, too: for its AMD GPU, PyPI's torch would be NVIDIA's."""
 
+    def index(has_torch=False):
+        return install.torch_index(has_torch, tmp_path / "dev", "http://127.0.0.1:9")
 
-@only_linux
-def test_slurm_does_not_hide_an_amd_gpu(tmp_path, monkeypatch, capsys):
-    """A compute node has sbatch too: PyPI's torch would be NVIDIA's."""
-    nowhere = "http://127.0.0.1:9"
+    def assert_refused(words):
+        with pytest.raises(SystemExit) as stopped:
+            index()
+        message = capsys.readouterr().err
+        assert stopped.value.code == 2 and message.count("\n") == 1 and words in message
+
     (tmp_path / "bin").mkdir()
+    (tmp_path / "dev").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert index() is None
     (tmp_path / "bin/sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "bin/sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    (tmp_path / "dev").mkdir()
-    assert install.torch_index(False, tmp_path / "dev", nowhere) is None  # a login node
+    assert index() is None
     assert "login node" in capsys.readouterr().out
     (tmp_path / "dev/kfd").touch()
-    with pytest.raises(SystemExit) as stopped:
-        install.torch_index(False, tmp_path / "dev", nowhere)
-    assert stopped.value.code == 2 and "an AMD GPU is here" in capsys.readouterr().err
+    assert_refused("an AMD GPU is here")
+    (tmp_path / "bin/sbatch").unlink()
+    assert_refused(".venv/bin/pip install torch --index-url")
+    assert index(has_torch=True) is None  # ROCm's torch is there
+    (tmp_path / "dev/nvidia0").touch()
+    assert index() is None
 
 
 def test_a_requirement_file_that_is_missing_is_one_line(capsys):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import slowly
 from layouts import (
     LORA,
     build,
@@ -24,16 +25,14 @@ import pipeline
 import tensor_parallel
 from loss import IGNORE
 
-
-def slowly(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 # --- Each layout alone
 
 LAYOUTS = [
     (2, {}),
     (2, {"sharding": "FULL_SHARD"}),
+    (2, {"sharding": "SHARD_GRAD_OP"}),
+    (2, {"sharding": "HYBRID_SHARD", "shard_size": 2}),
+    (2, {"sharding": "DDP"}),
     (2, {"tp": 2}),
     (2, {"pp": 2}),
     (2, LORA),

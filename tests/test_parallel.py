@@ -4,7 +4,6 @@ import contextlib
 import math
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -15,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import slowly
+from launches import same
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from tracing.tracer import Tracer
+from tracing.tracer import Tracer, waits
 
 import data
 import fsdp_train
@@ -44,10 +45,6 @@ RUN = TrainConfig(
 )
 ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
 MODES = get_args(get_type_hints(TrainConfig)["sharding"])
-
-
-def slowly(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def build(world, cfg, model_cfg=MODEL, precision="fp32"):
@@ -100,10 +97,9 @@ def whole(tensor):
 
 
 def full_weights(model):
+    """Copies: of one shard, the whole tensor is the weight itself."""
     with torch.no_grad():
-        return {
-            name: whole(p).clone() for name, p in model.named_parameters()
-        }  # of one shard, it is no copy yet
+        return {name: whole(p).clone() for name, p in model.named_parameters()}
 
 
 def assert_same_curve(found, wanted, loss=5e-6, norm=1e-5):
@@ -112,36 +108,8 @@ def assert_same_curve(found, wanted, loss=5e-6, norm=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=0)
 
 
-def equal(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 # -------------------------------------------------------------------------------------------------
 # The step
-
-
-@pytest.fixture(scope="module")
-def one_rank(ranks):
-    """The reference curve, of one rank that takes the whole batch at once."""
-    return ranks(1)(train, RUN)[0][0]
-
-
-@pytest.mark.parametrize(
-    "size, mode",
-    [
-        (1, "FULL_SHARD"),
-        *[(2, mode) for mode in MODES],
-        slowly(4, "FULL_SHARD"),
-        slowly(4, "HYBRID_SHARD"),
-    ],
-)
-def test_ranks_modes_and_microbatches_give_the_losses_of_one_rank(ranks, one_rank, size, mode):
-    """12 rows as 12, 2 x 6 or 4 x 3, whole or in microbatches of 2 (and one of 1 on four ranks)."""
-    for microbatch in (12, 5) if size == 1 else (12, 2):
-        cfg = replace(RUN, sharding=mode, microbatch_size=microbatch, shard_size=min(size, 2))
-        found = ranks(size)(train, cfg)
-        assert all(curve == found[0][0] for curve, _ in found)  # every rank knows the same numbers
-        assert_same_curve(found[0][0], one_rank)
 
 
 def gradients(world, cfg, rows):
@@ -168,17 +136,11 @@ def reduced_gradients(world, cfg):
 
 
 @pytest.mark.parametrize(
-    "size, mode, microbatch",
-    [
-        (2, "FULL_SHARD", 6),
-        (2, "DDP", 6),
-        (2, "ZERO1", 3),
-        slowly(4, "HYBRID_SHARD", 3),
-    ],
+    "size, mode, microbatch", [(2, "FULL_SHARD", 6), (2, "DDP", 6), (2, "ZERO1", 3)]
 )
 def test_gradients_are_reduced_in_fp32(ranks, size, mode, microbatch):
     """What ranks compute in bf16 is added in fp32: a sum in bf16 would be rounded to 8 bits."""
-    cfg = replace(RUN, sharding=mode, shard_size=2, microbatch_size=microbatch)
+    cfg = replace(RUN, sharding=mode, microbatch_size=microbatch)
     for found, wanted, beyond_bf16 in ranks(size)(reduced_gradients, cfg):
         assert beyond_bf16 > 0.3
         for name, gradient in found.items():
@@ -199,30 +161,7 @@ def test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch(how, optio
     with mock.patch.object(parallel, "weights_cast_once", lambda *_: contextlib.nullcontext()):
         each_time = train(ALONE, cfg, model_cfg, "bf16", ignore=True, steps=2)
     assert once[0] == each_time[0]
-    assert equal(once[1], each_time[1])
-
-
-def casts_of_weights(cfg, precision="bf16") -> int:
-    """How often a training step casts the weight of a linear layer to bf16."""
-    model, optimizer = build(ALONE, cfg, precision=precision)
-    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    shapes = {tuple(layer.weight.shape) for layer in linears}
-    with Tracer() as trace:
-        fsdp_train.train_step(model, optimizer, global_rows(0), 0, cfg, ALONE, precision)
-    casts = [op for op in trace.operations if op.cast == (torch.float32, torch.bfloat16)]
-    return sum(op.inputs[-1].shape in shapes for op in casts)
-
-
-def test_one_process_casts_weights_once_a_step():
-    """Except those of blocks that are recomputed: twice in each microbatch, to save memory."""
-    matrices = 4 * MODEL.n_layers
-    for microbatch_size in (12, 6, 3):
-        cfg = replace(RUN, microbatch_size=microbatch_size)
-        assert casts_of_weights(cfg) == matrices
-        assert casts_of_weights(cfg, "fp32") == 0
-    recomputed = replace(RUN, microbatch_size=6, activation_checkpointing="full")
-    assert casts_of_weights(recomputed) == 2 * 2 * matrices
-    assert casts_of_weights(replace(recomputed, recompute_every=2)) == (4 + 1) * matrices / 2
+    assert same(once[1], each_time[1])
 
 
 def test_a_step_that_fails_leaves_the_weights_in_their_places():
@@ -275,11 +214,12 @@ def train_plainly(world, ignore):
 def test_one_rank_in_fp32_is_bit_identical_to_plain_pytorch(ranks):
     plain, plain_weights = ranks(1)(train_unsharded)[0]
     sharded, weights = ranks(1)(train, RUN)[0]
-    assert sharded == plain and equal(weights, plain_weights)
+    assert sharded == plain and same(weights, plain_weights)
 
 
-def test_the_step_is_the_textbook_step(ranks, one_rank):
-    assert_same_curve(one_rank, ranks(1)(train_plainly, False)[0])
+def test_the_step_is_the_textbook_step(ranks):
+    ((found, _),) = ranks(1)(train, RUN)
+    assert_same_curve(found, ranks(1)(train_plainly, False)[0])
 
 
 @pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "ZERO1")])
@@ -299,35 +239,19 @@ def test_recomputing_the_blocks_changes_nothing(ranks, mode, every):
     kept = ranks(2)(train, cfg, model, "fp32", False, 3)[0]
     cfg = replace(cfg, activation_checkpointing=mode, recompute_every=every)
     again = ranks(2)(train, cfg, model, "fp32", False, 3)[0]
-    assert kept[0] == again[0] and equal(kept[1], again[1])
+    assert kept[0] == again[0] and same(kept[1], again[1])
 
 
-class Count(TorchDispatchMode):
-    """Counts the operators that run under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.operators = Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.operators[operator.name()] += 1
-        return operator(*args, **(kwargs or {}))
-
-
+# A recomputation ends when all is there: before the last matmul of a block. With selective, 3 the
+# blocks 0 and 3 compute again.
 @pytest.mark.parametrize(
     "mode, every, matmuls, gelus, attentions",
     [
         ("none", 1, 0, 0, 0),
-        (
-            "full",
-            1,
-            4 * 3,
-            4,
-            4,
-        ),  # a recomputation ends when all is there: before the last matmul of a block
+        ("full", 1, 4 * 3, 4, 4),
         ("full", 2, 2 * 3, 2, 2),
         ("selective", 1, 0, 4, 0),
-        ("selective", 3, 0, 2, 0),  # blocks 0 and 3
+        ("selective", 3, 0, 2, 0),
     ],
 )
 def test_what_is_computed_again(mode, every, matmuls, gelus, attentions):
@@ -335,37 +259,25 @@ def test_what_is_computed_again(mode, every, matmuls, gelus, attentions):
     model = MPT(replace(MODEL, attn_impl="sdpa", no_bias=True, alibi=True))
     parallel.recompute(model, replace(RUN, activation_checkpointing=mode, recompute_every=every))
     rows = global_rows(0)
-    with torch.no_grad(), Count() as evaluation:
+    with torch.no_grad(), Tracer() as evaluation:
         model(rows[:, :-1], labels=rows[:, 1:])
-    with Count() as training:
+    with Tracer() as training:
         model(rows[:, :-1], labels=rows[:, 1:]).backward()
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    assert evaluation.operators["aten::mm"] == 4 * 4 + 1 and evaluation.operators[attention] == 4
-    assert training.operators["aten::mm"] == 3 * (4 * 4 + 1) + matmuls
-    assert (
-        training.operators["aten::gelu"] == 4 + gelus
-        and training.operators[attention] == 4 + attentions
-    )
+    counts = evaluation.counts()
+    assert (counts["aten::mm"], counts[attention]) == (4 * 4 + 1, 4)
+    counts = training.counts()
+    assert counts["aten::mm"] == 3 * (4 * 4 + 1) + matmuls
+    assert counts["aten::gelu"] == 4 + gelus
+    assert counts[attention] == 4 + attentions
 
 
 class NoReading(TorchDispatchMode):
     """Raises where an operation would wait for the device: for a value, or for a result's shape."""
 
-    WAIT = (
-        "_local_scalar_dense",
-        "is_nonzero",
-        "nonzero",
-        "masked_select",
-        "equal",
-        "unique",
-        "_unique2",
-        "bincount",
-    )
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name().removeprefix("aten::").partition(".")[0]
-        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
-        assert name not in self.WAIT and not by_mask, f"{function} reads from the device"
+        name = function.name().partition(".")[0]
+        assert not waits(name, args), f"{function} reads from the device"
         return function(*args, **(kwargs or {}))
 
 
@@ -383,20 +295,16 @@ def step_without_reading(world, cfg):
     "size, mode", [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "ZERO1"), (2, "DDP")]
 )
 def test_a_step_never_waits_for_the_device(ranks, size, mode):
-    cfg = replace(
-        RUN, sharding=mode, microbatch_size=3, z_loss=1e-3, activation_checkpointing="selective"
-    )
-    assert all(ranks(size)(step_without_reading, cfg))
+    how = {"microbatch_size": 3, "z_loss": 1e-3, "activation_checkpointing": "selective"}
+    assert all(ranks(size)(step_without_reading, replace(RUN, sharding=mode, **how)))
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_is_only_queued(ranks):
+def test_a_step_on_a_gpu_is_only_queued():
     """The driver itself reports any waiting; figures are read once they are there, not before."""
     device = torch.device("cuda")
-    model_cfg, world = (
-        replace(MODEL, d_model=96, attn_impl="auto"),
-        processes.World(0, 1, 0, 1, device),
-    )
+    model_cfg = replace(MODEL, d_model=96, attn_impl="auto")
+    world = processes.World(0, 1, 0, 1, device)
     model, optimizer = build(world, RUN, model_cfg, "bf16")
     rows = global_rows(0).to(device)
     fsdp_train.train_step(model, optimizer, rows, 0, RUN, world, "bf16")
@@ -405,9 +313,8 @@ def test_a_step_on_a_gpu_is_only_queued(ranks):
     try:
         torch.cuda._sleep(2 * 10**9)  # cycles: about a second
         begin = time.perf_counter()
-        read = reporter.start_reading(
-            *fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16")
-        )
+        figures = fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16")
+        read = reporter.start_reading(*figures)
         queued = time.perf_counter() - begin
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -445,16 +352,6 @@ def steps_on(device: str, precision: str) -> list[tuple[float, float]]:
     return curve
 
 
-@pytest.mark.parametrize("compiled, how", [(False, "selective"), slowly(True, "selective")])
-def test_every_optimisation_on_gives_the_curve_of_none(ranks, compiled, how):
-    """Chunked loss, blocked attention, fused AdamW, recomputation, sharding, compiler."""
-    model, cfg = replace(MODEL, attn_impl="auto"), replace(RUN, sharding="ZERO1", microbatch_size=2)
-    found = ranks(2)(train, replace(cfg, compile=compiled, activation_checkpointing=how), model)[0][
-        0
-    ]
-    assert_same_curve(found, ranks(1)(train_plainly, False)[0], loss=1e-5, norm=1e-4)
-
-
 def step_with_z_loss(world, z_loss):
     cfg = replace(RUN, z_loss=z_loss, microbatch_size=5)
     model, optimizer = build(world, cfg)
@@ -473,28 +370,21 @@ def test_the_z_loss_is_added(ranks):
 def losses_with_dropout(world):
     """(seed, step, rank, steps taken before) -> loss of that step on fresh weights."""
     model_cfg, found = replace(MODEL, resid_pdrop=0.3), {}
-    for seed, step, rank, before in [
-        (1, 4, 0, 0),
-        (1, 4, 0, 3),
-        (1, 5, 0, 0),
-        (1, 4, 1, 0),
-        (2, 4, 0, 0),
-    ]:
+    cases = [(1, 4, 0, 0), (1, 4, 0, 3), (1, 5, 0, 0), (1, 4, 1, 0), (2, 4, 0, 0)]
+    for seed, step, rank, before in cases:
         model, optimizer = build_plain(RUN, model_cfg)
         torch.rand(before)  # whatever was drawn earlier
         cfg, someone = replace(RUN, seed=seed), replace(world, dp_rank=rank, dp_size=1)
-        loss, *_ = fsdp_train.train_step(
-            model, optimizer, global_rows(0), step, cfg, someone, "fp32"
-        )
+        rows = global_rows(0)
+        loss, *_ = fsdp_train.train_step(model, optimizer, rows, step, cfg, someone, "fp32")
         found[seed, step, rank, before] = loss.item()
     return found
 
 
 def test_dropout_depends_on_seed_step_and_rank_alone(ranks):
+    """So a resumed run draws the masks of an undisturbed one."""
     found = ranks(1)(losses_with_dropout)[0]
-    assert (
-        found[1, 4, 0, 0] == found[1, 4, 0, 3]
-    )  # so a resumed run draws the masks of an undisturbed one
+    assert found[1, 4, 0, 0] == found[1, 4, 0, 3]
     assert len(set(found.values())) == 4
 
 
@@ -502,44 +392,38 @@ def test_dropout_depends_on_seed_step_and_rank_alone(ranks):
 # What goes over the wire
 
 
-KINDS = ("_allgather", "_reduce_scatter", "allreduce")
-
-
-def count_collectives(world, cfg):
-    """All-gathers, reduce-scatters and all-reduces of one step of 4 microbatches."""
+def collectives_of(world, cfg):
+    """Of each of two steps of 4 microbatches: {"all-gather float32": how often, ...}."""
     model, optimizer = build(world, cfg)
     counts = []
     for _ in range(2):  # and again after an optimizer step, when nothing is new to FSDP
-        with Count() as count:
+        with Tracer() as trace:
             for i in range(4):
                 rows = global_rows(i)
                 parallel.before_microbatch(model, cfg, last=i == 3)
                 model(rows[:, :-1], labels=rows[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        calls = list(count.operators.elements())  # "c10d::_allgather_base_" and the like
-        counts.append(
-            tuple(sum(call.startswith(f"c10d::{kind}") for call in calls) for kind in KINDS)
-        )
+        counts.append(dict(trace.collectives()))
     return counts
 
 
 @pytest.mark.parametrize(
-    "mode, wanted",
+    "mode, gathers, scatters, reduces",
     [
-        (
-            "FULL_SHARD",
-            (36, 20, 0),
-        ),  # 4 x (5 forward, 4 again backward, since the root keeps its weights), 4 x 5
-        ("SHARD_GRAD_OP", (20, 20, 0)),
-        ("ZERO1", (5, 5, 0)),
-        ("DDP", (0, 0, 5)),
-        ("HYBRID_SHARD", (36, 20, 5)),  # between the nodes only once
+        # 4 x (5 forward, 4 again backward, since the root keeps its weights), and 4 x 5
+        ("FULL_SHARD", 36, 20, 0),
+        ("SHARD_GRAD_OP", 20, 20, 0),
+        ("ZERO1", 5, 5, 0),
+        ("DDP", 0, 0, 5),
+        ("HYBRID_SHARD", 36, 20, 5),  # between the nodes only once
     ],
 )
-def test_collectives_of_a_step(ranks, mode, wanted):
+def test_collectives_of_a_step(ranks, mode, gathers, scatters, reduces):
     """Four microbatches, five sharded units, as in the table at the top of parallel.py."""
-    found = ranks(4)(count_collectives, replace(RUN, sharding=mode, shard_size=2))
+    wanted = {"all-gather": gathers, "reduce-scatter": scatters, "all-reduce": reduces}
+    wanted = {f"{name} float32": n for name, n in wanted.items() if n}
+    found = ranks(4)(collectives_of, replace(RUN, sharding=mode, shard_size=2))
     assert found == [[wanted, wanted]] * 4
 
 
@@ -580,25 +464,6 @@ def test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one(ranks, size, m
 # Initial weights, evaluation
 
 
-def initial_weights_equal(world, cfg):
-    """Do the sharded initial weights equal the plain ones bit by bit? Are they really sharded?"""
-    model, _ = build(world, cfg)
-    plain, _ = build_plain(cfg)
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    kept = sum(p.numel() for p in local) / sum(p.numel() for p in plain.parameters())
-    return equal(full_weights(model), full_weights(plain)), kept
-
-
-@pytest.mark.parametrize(
-    "size, mode", [*[(2, mode) for mode in MODES], (4, "FULL_SHARD"), (4, "HYBRID_SHARD")]
-)
-def test_initial_weights_do_not_depend_on_the_ranks(ranks, size, mode):
-    found = ranks(size)(initial_weights_equal, replace(RUN, sharding=mode, shard_size=min(size, 2)))
-    assert all(same for same, _ in found)
-    shards = {"DDP": 1, "HYBRID_SHARD": min(size, 2)}.get(mode, size)
-    assert sum(kept for _, kept in found) == pytest.approx(size / shards)
-
-
 BYTES = replace(MODEL, vocab_size=257, max_seq_len=16)
 
 
@@ -610,21 +475,16 @@ def train_and_evaluate(world, cfg, folder, evaluations):
     for step in range(4):
         values += [fsdp_train.evaluate(model, val, cfg, world, "fp32") for _ in range(evaluations)]
         rows = rows_of(world, global_rows(step, cfg, BYTES))
-        curve.append(
-            [
-                x.item()
-                for x in fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")[:2]
-            ]
-        )
+        loss, norm, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
+        curve.append((loss.item(), norm.item()))
     return curve, values, full_weights(model)
 
 
 def plain_evaluation(world, cfg, folder, n_windows):
     """Mean loss of each token of the first windows, the obvious way, on the initial weights."""
     model, _ = build_plain(cfg, BYTES)
-    rows = torch.from_numpy(
-        data.Split(folder, "val", BYTES.max_seq_len).windows(np.arange(n_windows))
-    )
+    windows = data.Split(folder, "val", BYTES.max_seq_len).windows(np.arange(n_windows))
+    rows = torch.from_numpy(windows)
     with torch.no_grad():
         return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item()
 
@@ -638,46 +498,37 @@ def test_evaluating_between_steps_changes_nothing(ranks, tiny_data, size, mode):
 
     Weights that it gathered are dropped: else the next pass would use old ones.
     """
-    cfg = replace(
-        RUN,
-        sharding=mode,
-        shard_size=min(size, 2),
-        microbatch_size=2,
-        eval_tokens=7 * 16,
-        warmup_steps=0,
-    )
+    how = {"microbatch_size": 2, "eval_tokens": 7 * 16, "warmup_steps": 0}
+    cfg = replace(RUN, sharding=mode, shard_size=min(size, 2), **how)
     without = ranks(size)(train_and_evaluate, cfg, tiny_data, 0)[0]
     found = ranks(size)(train_and_evaluate, cfg, tiny_data, 2)
-    assert found[0][0] == without[0] and equal(found[0][2], without[2])
+    assert found[0][0] == without[0] and same(found[0][2], without[2])
     values = found[0][1]
     assert all(rank[1] == values for rank in found)
-    assert (
-        values[0::2] == values[1::2] and len(set(values)) == 4
-    )  # each sees the weights of its moment
+    assert values[0::2] == values[1::2]
+    assert len(set(values)) == 4  # each sees the weights of its moment
     assert values[0] == pytest.approx(ranks(1)(plain_evaluation, cfg, tiny_data, 7)[0], rel=1e-6)
 
 
 def evaluate_only(world, cfg, folder):
     model, _ = build(world, cfg, BYTES)
-    return fsdp_train.evaluate(
-        model, data.Split(folder, "val", BYTES.max_seq_len), cfg, world, "fp32"
-    )
+    val = data.Split(folder, "val", BYTES.max_seq_len)
+    return fsdp_train.evaluate(model, val, cfg, world, "fp32")
 
 
-@pytest.mark.parametrize("n_windows, microbatch", [(1, 2), (5, 1), (9, 3), (8, 2), (3, 64)])
+ALL = 10**9  # windows: as many as there are
+
+
+@pytest.mark.parametrize(
+    "n_windows, microbatch", [(1, 2), (5, 1), (9, 3), (8, 2), (3, 64), (ALL, 64)]
+)
 def test_evaluation_counts_every_window_once(ranks, tiny_data, n_windows, microbatch):
     cfg = replace(RUN, microbatch_size=microbatch, eval_tokens=n_windows * 16 + 15)
+    n_windows = min(n_windows, len(data.Split(tiny_data, "val", 16)))
     wanted = ranks(1)(plain_evaluation, cfg, tiny_data, n_windows)[0]
     for size in (1, 2, 4):
-        assert (
-            ranks(size)(evaluate_only, cfg, tiny_data) == [pytest.approx(wanted, rel=1e-6)] * size
-        )
-
-
-def test_evaluation_ends_with_the_data(ranks, tiny_data):
-    cfg = replace(RUN, microbatch_size=64, eval_tokens=10**9)
-    wanted = ranks(1)(plain_evaluation, cfg, tiny_data, len(data.Split(tiny_data, "val", 16)))[0]
-    assert ranks(4)(evaluate_only, cfg, tiny_data) == [pytest.approx(wanted, rel=1e-6)] * 4
+        found = ranks(size)(evaluate_only, cfg, tiny_data)
+        assert found == [pytest.approx(wanted, rel=1e-6)] * size
 
 
 # -------------------------------------------------------------------------------------------------
@@ -688,24 +539,18 @@ def test_evaluation_ends_with_the_data(ranks, tiny_data):
     sys.platform != "linux", reason="elsewhere memory is promised and found wanting later"
 )
 def test_weights_that_do_not_fit_are_the_users_mistake():
+    """4 TB of embeddings."""
     with torch.device("meta"):
-        model = MPT(
-            MPTConfig(d_model=2**16, n_heads=64, n_layers=1, vocab_size=2**24)
-        )  # 4 TB of embeddings
-    with pytest.raises(
-        UserError, match="^the weights do not fit into the memory of a device: lower d_model"
-    ) as caught:
+        model = MPT(MPTConfig(d_model=2**16, n_heads=64, n_layers=1, vocab_size=2**24))
+    with pytest.raises(UserError, match="^[^\n]*do not fit into the memory[^\n]*$"):
         parallel.materialize(model, torch.device("cpu"), None)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_buffer_of_your_own_is_not_left_with_garbage():
     with torch.device("meta"):
         model = MPT(MPTConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=64))
         model.transformer.register_buffer("cosines", torch.ones(4), persistent=False)
-    with pytest.raises(
-        UserError, match=r"nothing fills the buffers of model.py \(transformer.cosines\)"
-    ):
+    with pytest.raises(UserError, match="transformer.cosines"):
         parallel.materialize(model, torch.device("cpu"), 1)
 
 
@@ -736,38 +581,6 @@ def test_mesh(ranks, mode, shard_size, replicate, shard):
     # neighbours share: the ranks of a node are one dp_shard group
     places = [[rank // shard, rank % shard] if replicate else [rank] for rank in range(4)]
     assert [list(place) for _, place in found] == places
-
-
-def groups_of_a_mesh(world, cfg, local_size):
-    """The groups that a new mesh makes all ranks wait for; sizes of those that this rank is in."""
-    c10d = dist.distributed_c10d
-    before = set(c10d._world.pg_map)
-    naming = mock.patch.object(c10d, "_process_group_name", wraps=c10d._process_group_name)
-    unwrapped = mock.patch.object(parallel, "connect_mesh", parallel.connect_mesh.__wrapped__)
-    with unwrapped, naming as named:
-        parallel.make_mesh(replace(world, local_size=local_size), cfg)
-    # All ranks number the groups that they create together; the others are named by a hash.
-    waited_for = [call for call in named.call_args_list if not call.kwargs["use_hashed_name"]]
-    new = set(c10d._world.pg_map) - before
-    return len(waited_for), sorted(group.size() for group in new)
-
-
-@pytest.mark.parametrize(
-    "mode, shard_size, waited_for, sizes",
-    [
-        ("FULL_SHARD", 0, 0, []),
-        ("SHARD_GRAD_OP", 0, 0, []),
-        ("ZERO1", 0, 0, []),
-        ("DDP", 0, 0, [1]),
-        ("HYBRID_SHARD", 0, 0, [2, 2]),  # two nodes of two ranks
-        ("HYBRID_SHARD", 4, 0, [1]),
-        ("HYBRID_SHARD", 1, 0, [1]),
-    ],
-)
-def test_no_groups_are_made_that_nobody_uses(ranks, mode, shard_size, waited_for, sizes):
-    """With all of pp, dp_replicate, dp_shard, tp it would be 12 groups here, 1,096 on 512 ranks."""
-    cfg = replace(RUN, sharding=mode, shard_size=shard_size)
-    assert ranks(4)(groups_of_a_mesh, cfg, 2) == [(waited_for, sizes)] * 4
 
 
 def test_a_shard_size_that_does_not_divide_is_the_users_mistake(ranks):
@@ -806,15 +619,14 @@ def test_all_ranks_choose_one_precision(ranks):
 
 def dtypes_in_a_block(world):
     """What a block gets under FSDP and bf16: (residual stream, ALiBi slopes)."""
-    cfg, model_cfg = (
-        TrainConfig(),
-        MPTConfig(d_model=32, n_heads=16, n_layers=1, vocab_size=64, alibi=True),
-    )
-    model, _ = build(world, cfg, model_cfg, "bf16")
+    model_cfg = MPTConfig(d_model=32, n_heads=16, n_layers=1, vocab_size=64, alibi=True)
+    model, _ = build(world, TrainConfig(), model_cfg, "bf16")
     seen = []
-    model.transformer.blocks[0].attn.register_forward_pre_hook(
-        lambda _, args: seen.extend([args[0].dtype, args[1].slopes.dtype])
-    )
+
+    def note(_, args):
+        seen.extend([args[0].dtype, args[1].slopes.dtype])
+
+    model.transformer.blocks[0].attn.register_forward_pre_hook(note)
     with parallel.autocast(world.device, "bf16"):
         model(torch.zeros(1, 4, dtype=torch.long))
     return seen

@@ -368,22 +368,6 @@ def test_every_name_with_its_file_exists(reference):
     assert not inside or inside in names_in(file)[name]
 
 
-def section(page: str, title: str) -> str:
-    """The text below a title, up to the next title of any level."""
-    return re.split(r"\n#+ ", page.split(f"# {title}\n")[1])[0]
-
-
-CHANGES = ["attention", "norm", "feed-forward", "optimizer", "learning-rate schedule"]
-CHANGES += ["data format", "device"]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_names_its_files_and_its_test_in_both_pages(change):
-    (row,) = (line for line in README.splitlines() if line.startswith(f"| {change} |"))
-    for text in (row, section(CONTRIBUTING, f"Another {change}")):
-        assert re.search(REFERENCE, text) and re.search(r"`tests/[\w/]+\.py(::\w+)?`", text), change
-
-
 # --- The newcomer's command
 
 

@@ -14,19 +14,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
+from launches import FLAGS, wait_for
 
 from lessons.elastic import steps_done
 from lifecycle import runlog
 
 TORCHRUN, SRUN = "slurm/train.sbatch", "slurm/train_srun.sbatch"
 BOTH = pytest.mark.parametrize("script", [TORCHRUN, SRUN])
-TINY = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
-TINY += "--precision=fp32 --global_batch_size=8 --microbatch_size=2 --warmup_steps=2".split()
-TINY += ["--max_steps=30", "--eval_tokens=256"]
+TINY = [*FLAGS, "--max_steps=30"]
 
 STAND_INS = {
     "srun": """#!PYTHON
@@ -127,19 +125,10 @@ class Job:
         """The log."""
         return self.log.read_text()
 
-    def until(self, words, times=1) -> None:
-        """Wait until the log has these words this many times."""
-        deadline = time.monotonic() + PATIENCE
-        while self.said().count(words) < times:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
-            time.sleep(0.05)
-
-    def until_step(self, step, run_dir) -> None:
-        """Wait until the run in a folder has taken so many steps."""
-        deadline = time.monotonic() + PATIENCE
-        while steps_done(self.folder / run_dir) < step:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
-            time.sleep(0.05)
+    def wait_for(self, condition) -> None:
+        """Wait until it holds, or the job ends."""
+        wait_for(lambda: condition() or self.process.poll() is not None)
+        assert condition(), self.said()
 
     def signal(self, number) -> None:
         """Send a signal to srun's tasks, as SLURM does, and not to the script."""
@@ -203,27 +192,20 @@ FIRST_FAILS = "import os; os._exit({status} if os.environ['SLURM_PROCID'] == '0'
 
 @BOTH
 @pytest.mark.parametrize("status", [0, 1, 2, 75, 134, 137])
-def test_only_a_run_that_asks_for_it_is_started_again(job, script, status):
-    """A rank that is killed right after the start, as for lack of memory, would be so again."""
+@pytest.mark.parametrize("hours", [0, 1])
+def test_only_a_run_that_asks_for_it_or_was_under_way_is_started_again(job, script, status, hours):
+    """A rank that is killed right after the start, as for lack of memory, would be so again.
+
+    134: SIGABRT, as of NCCL's watchdog; torchrun would say 1. 137: SIGKILL, of torchrun itself or
+    of a rank that srun started. SECONDS: as if it began an hour ago.
+    """
     job.put("fsdp_train.py", FIRST_FAILS.format(status=status))
     job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
-    job.submit(script)
+    begun = f"status=0\nSECONDS={3600 * hours}\n"
+    job.submit(script, edit=lambda text: text.replace("status=0\n", begun))
     assert job.end() == status, job.said()
-    assert job.requeued() == (1 if status == 75 else 0)
-
-
-@pytest.mark.parametrize(
-    "script, status, again",
-    [(SRUN, 2, 0), (SRUN, 134, 1), (SRUN, 137, 1), (TORCHRUN, 1, 0), (TORCHRUN, 137, 1)],
-)
-def test_a_run_that_was_under_way_when_it_was_killed_is_started_again(job, script, status, again):
-    """134: SIGABRT, as of NCCL's watchdog; torchrun would say 1. 137: SIGKILL, of torchrun itself
-    or of a rank that srun started. SECONDS: as if it began an hour ago."""
-    job.put("fsdp_train.py", FIRST_FAILS.format(status=status))
-    job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
-    job.submit(script, edit=lambda text: text.replace("status=0\n", "status=0\nSECONDS=3600\n"))
-    assert job.end() == status, job.said()
-    assert job.requeued() == again
+    killed = status == 137 or (status == 134 and script == SRUN)
+    assert job.requeued() == (status == 75 or (killed and hours > 0))
 
 
 WORKER = """
@@ -255,7 +237,7 @@ def test_the_warning_goes_past_torchrun_to_its_workers(job, nodes):
     """SLURM restarts them, not torchrun, which has three restarts left."""
     job.put("fsdp_train.py", WORKER + LEAVES)
     job.submit(TORCHRUN, nodes=nodes)
-    job.until("worker starts", times=2 * nodes)
+    job.wait_for(lambda: job.said().count("worker starts") == 2 * nodes)
     job.signal(signal.SIGUSR1)
     assert job.end() == 75, job.said()
     assert job.requeued() == 1
@@ -267,7 +249,7 @@ def test_the_warning_goes_past_torchrun_to_its_workers(job, nodes):
 def test_a_run_that_finishes_in_spite_of_the_warning_is_not_started_again(job):
     job.put("fsdp_train.py", WORKER)
     job.submit(TORCHRUN)
-    job.until("worker starts", times=2)
+    job.wait_for(lambda: job.said().count("worker starts") == 2)
     job.signal(signal.SIGUSR1)
     assert (job.end(), job.requeued()) == (0, 0), job.said()
 
@@ -277,7 +259,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_started_again(job):
     """SIGTERM is passed on like the warning: torchrun itself would kill the workers after 30 s."""
     job.put("fsdp_train.py", WORKER + LEAVES)
     job.submit(TORCHRUN)
-    job.until("worker starts", times=2)
+    job.wait_for(lambda: job.said().count("worker starts") == 2)
     job.signal(signal.SIGTERM)
     assert job.end() not in (0, 75) and job.requeued() == 0, job.said()
     assert job.said().count("worker got SIGUSR1") == job.said().count("worker starts") == 2
@@ -299,7 +281,7 @@ def test_a_real_run_is_warned_and_goes_on_as_if_it_had_not_been(job, script, tin
     job.submit(script, *args, "--run_dir=straight", edit=one_thread)
     assert job.end() == 0, job.said()
     job.submit(script, *args, "--run_dir=warned", edit=one_thread)
-    job.until_step(5, "warned")
+    job.wait_for(lambda: steps_done(job.folder / "warned") >= 5)
     job.signal(signal.SIGUSR1)
     assert job.end() == 75 and job.requeued() == 1, job.said()
     job.submit(script, *args, "--run_dir=warned", edit=one_thread)

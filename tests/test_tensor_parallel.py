@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import MODEL, RUN, build, rows_of_step, take_steps
-from test_parallel import Count
 
 import parallel
 import tensor_parallel
@@ -116,39 +115,6 @@ def test_a_layer_takes_four_all_reduces(ranks):
     assert ranks(2)(all_reduces_of_a_microbatch, replace(RUN, tp=2)) == [wanted] * 2
 
 
-KINDS = ("_allgather", "_reduce_scatter", "allreduce")
-
-
-def collectives_of_a_step(_, cfgs):
-    """[(all-gathers, reduce-scatters, all-reduces of a step), ...]"""
-    model_cfg, found = replace(MODEL, n_layers=5), []
-    for cfg in cfgs:
-        world, model, optimizer = build((model_cfg, cfg))
-        with Count() as count:
-            take_steps(model, optimizer, [0], world, (model_cfg, cfg))
-        calls = list(count.operators.elements())  # "c10d::_allgather_base_" and the like
-        found.append([sum(call.startswith(f"c10d::{kind}") for call in calls) for kind in KINDS])
-    return found
-
-
-@pytest.mark.slow
-def test_a_step_has_as_many_collectives_as_its_sharding_needs(ranks):
-    """Five blocks and the root are six units; each rank has four microbatches."""
-    modes = ["ZERO1", "SHARD_GRAD_OP", "FULL_SHARD", "DDP"]
-    cfgs = [replace(RUN, tp=2, sharding=mode, microbatch_size=1) for mode in modes]
-    of_team = 4 * (4 * 5 + 4)  # of a microbatch: four a layer, and four for embedding and loss
-    of_step = 4  # tokens, loss, and the norm over the shards and over the team
-    reduces = of_team + of_step
-    wanted = [
-        [6, 6, reduces],
-        [24, 24, reduces],
-        [44, 24, reduces],
-        [0, 0, reduces + 6],
-    ]
-    for found in ranks(4)(collectives_of_a_step, cfgs):
-        assert found == wanted
-
-
 # --- Dropout
 
 
@@ -171,31 +137,6 @@ def test_with_dropout_the_whole_tensors_stay_equal_on_all_tensor_ranks(ranks, se
     (first, first_curve), (second, second_curve) = ranks(2)(masks, cfg, model_cfg)
     assert first_curve == second_curve
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def first_block_input(model, ids):
-    seen = []
-    handle = model.transformer.blocks[0].register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].detach())
-    )
-    model(ids)
-    handle.remove()
-    return seen[0]
-
-
-def dropped_inputs(_, cfg):
-    """Where dropout has set the input of the first block to 0, on one rank."""
-    world, model, _ = build((replace(MODEL, emb_pdrop=0.5), cfg))
-    parallel.seed_dropout(cfg, 0, world)
-    return first_block_input(model, torch.zeros(2, MODEL.max_seq_len, dtype=torch.long)) == 0
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_ranks_drop_the_same_of_what_all_of_them_have(ranks, sequence_parallel):
-    """With sequence parallelism each has its own tokens, and drops others."""
-    cfg = replace(RUN, tp=2, sequence_parallel=sequence_parallel)
-    first, second = ranks(2)(dropped_inputs, cfg)
-    assert torch.equal(first, second) != sequence_parallel
 
 
 def dropped(_, cfg):

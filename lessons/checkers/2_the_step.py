@@ -1,7 +1,7 @@
 """Checks exercise 2: cross-entropy without all the logits, and five bugs known by their curves.
 
-`python -m lessons check 2` runs the functions `check_...` one by one. The loss and its gradients
-are compared with loss.reference_linear_cross_entropy in float64, which holds all logits.
+The loss and its gradients are compared with loss.reference_linear_cross_entropy in float64, which
+holds all logits.
 """
 
 import torch
@@ -10,18 +10,12 @@ from lessons import planted
 from lessons.answers import ToDo, close, shown
 from loss import IGNORE, reference_linear_cross_entropy
 
-RESULTS = ("the loss", "the gradient of hidden", "the gradient of weight")
-HINTS = {
-    "labels not shifted": "compare its logged loss with its validation loss, and with the lowest "
-    "loss that text allows",
-    "decay without rate": "compare the size of its weights with the run without a bug; its last "
-    "loss is ln(256) = 5.55",
-    "mean of means": "compare its two validation losses with those of the run without a bug: "
-    "one is better, one is worse",
-    "schedule too fast": "compare by how much its weights change in the middle of the run, and at "
-    "the end",
-    "gradients not zeroed": "compare its gradient norm with that of the run without a bug: what "
-    "does clipping to a norm of 1 leave behind in .grad?",
+HINTS = {  # what to compare with the run without a bug
+    "labels not shifted": "its logged loss with its validation loss",
+    "decay without rate": "the size of its weights; its last loss is ln(256) = 5.55",
+    "mean of means": "its two validation losses: one is better, one is worse",
+    "schedule too fast": "by how much its weights change in the middle of the run, and at the end",
+    "gradients not zeroed": "its gradient norm: what does clipping to 1 leave behind in .grad?",
 }
 
 
@@ -29,7 +23,6 @@ def check_one_chunk(answer):
     """Loss and gradients, all tokens in one chunk"""
     hint = "the loss is a sum, not a mean; the gradient of the logits is softmax - onehot"
     compare(answer, n=1, v=3, chunk=1, hint=hint)
-    compare(answer, n=4, v=7, chunk=4, hint=hint)
     compare(answer, n=4, v=7, chunk=100, hint=hint)
 
 
@@ -38,7 +31,6 @@ def check_several_chunks(answer):
     hint = "loss and gradient of the weight add up over all chunks: += and not ="
     compare(answer, n=4, v=7, chunk=2, hint=hint)
     compare(answer, n=5, v=7, chunk=2, hint=f"the last chunk is shorter; {hint}")
-    compare(answer, n=33, v=50, chunk=8, hint=hint)
     compare(answer, n=33, v=50, chunk=8, dtype=torch.float32, tolerance=1e-4)
 
 
@@ -74,17 +66,14 @@ def check_memory(answer):
 def check_bugs(answer):
     """BUGS: the bug of each curve"""
     bugs = answer.value("BUGS")
-    assert isinstance(bugs, dict), f"BUGS: expected a dictionary, got {shown(bugs)}"
-    causes = ", ".join(planted.CAUSES)
     wrong = []
     for letter, cause in planted.letters().items():
         named = bugs.get(letter)
         if named is None:
             raise ToDo(f"BUGS has no cause for {letter}")
-        is_cause = isinstance(named, str) and named in planted.CAUSES
-        assert is_cause, f"BUGS: {letter} is {shown(named)}, but expected one of {causes}"
+        assert named in HINTS, f"BUGS: {letter} is {named!r}, expected one of {', '.join(HINTS)}"
         if named != cause:
-            wrong.append(f"{letter} is not {named!r}:\n{HINTS[cause]}")
+            wrong.append(f"{letter} is not {named!r}: compare {HINTS[cause]}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -107,25 +96,17 @@ def compare(
 ):
     """Check one call of the answer, for n tokens and v entries of the vocabulary."""
     arguments = inputs(n, v, dtype, scale=scale, ignored=ignored)
-    case = f"{n} tokens, V = {v}, chunk = {chunk}, {str(dtype).removeprefix('torch.')}"
-    if scale > 1:
-        case += f", logits up to {(arguments[0] @ arguments[1].T).abs().max():.0f}"
-    if ignored:
-        case += f", labels {arguments[2].tolist()}"
-    try:
-        got = answer.call("chunked_cross_entropy", *arguments, chunk)
-    except AssertionError as error:
-        raise AssertionError(f"{error}, for {case}\n{hint}") from None
+    case = f"{n} tokens, V = {v}, chunk = {chunk}, {dtype}, labels {shown(arguments[2].tolist())}"
+    got = answer.call("chunked_cross_entropy", *arguments, chunk)
     compare_results(got, arguments, tolerance, case, hint)
 
 
 def compare_results(got, arguments, tolerance: float, case: str, hint: str = "") -> None:
     """Check what a call returned against float64."""
-    is_triple = isinstance(got, tuple | list) and len(got) == 3
-    assert is_triple, f"chunked_cross_entropy: expected ({', '.join(RESULTS)}), got {shown(got)}"
     hidden, weight, labels = arguments
     leaves = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
     loss = reference_linear_cross_entropy(*leaves, labels)
     exact = (loss, *torch.autograd.grad(loss, leaves))
-    for what, result, expected in zip(RESULTS, got, exact, strict=True):
+    names = ("the loss", "the gradient of hidden", "the gradient of weight")
+    for what, result, expected in zip(names, got, exact, strict=True):
         close(f"{what}, for {case}", result, expected.to(hidden.dtype), tolerance, hint)

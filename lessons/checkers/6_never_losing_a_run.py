@@ -7,10 +7,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from lessons.answers import Answer, ToDo, form, is_number
+from lessons.answers import Answer, ToDo
 
 STUB = Path(__file__).parent.parent / "exercises" / Path(__file__).name
-CHANGES_OF_NAIVE = 6
 MOST_COPIES = 6  # bytes in the folder / bytes of one checkpoint
 WRITES = {"write", "writelines", "flush", "truncate", "ftruncate"}
 FILE_SYNCS = {"fsync file", "fdatasync"}
@@ -37,11 +36,10 @@ def kill_naive(answer, name: str) -> str:
     """The error of naive_load, or "", after the kill of the second naive_save that `name` says."""
     at = answer.value(name)
     if at is None:
-        raise ToDo(f"set {name} to a number from 0 to {CHANGES_OF_NAIVE - 1}")
-    in_range = type(at) is int and 0 <= at < CHANGES_OF_NAIVE
-    assert in_range, f"{name}: the changes have the numbers 0 to {CHANGES_OF_NAIVE - 1}, got {at!r}"
+        raise ToDo(f"set {name} to a number from 0 to 5")
+    assert at in range(6), f"{name}: the changes have the numbers 0 to 5, got {at!r}"
     saved = [(step, state_of(step)) for step in (1, 2)]
-    naive = Answer(STUB, answer.pools)
+    naive = Answer(STUB)
     with tempfile.TemporaryDirectory() as folder:
         naive.call("naive_save", folder, *saved[0])
         naive.kill("naive_save", folder, *saved[1], at=at)
@@ -69,52 +67,42 @@ def state_of(step: int, attempt: int = 0) -> dict:
 class Run:
     """A run that saves into `folder`, is killed, loads, and continues with the next step.
 
-    returned   (step, state) of the last save that returned; None before the first
-    killed     those of the saves since then, which were killed
+    allowed   (step, state) of the last save that returned, and of those since then, which were
+              killed; None before the first
     """
 
-    def __init__(self, answer, folder: str):
+    def __init__(self, answer, folder: str, saves: int = 0):
         self.answer, self.folder = answer, folder
         self.step = self.attempts = 0
-        self.returned, self.killed = None, []
+        self.allowed = [None]
+        for _ in range(saves):
+            self.save()
 
     def save(self, at: int | None = None) -> list[str]:
         """Save, killed just before change `at`. With None: undisturbed, returns the changes."""
         self.attempts += 1
-        step = self.step + 1
-        state = state_of(step, self.attempts)
-        found = self.answer.kill("save", self.folder, step, state, at=at)
+        saved = self.step + 1, state_of(self.step + 1, self.attempts)
+        found = self.answer.kill("save", self.folder, *saved, at=at)
         if found is True:
-            self.killed.append((step, state))
+            self.allowed.append(saved)
             return []
-        self.returned, self.killed, self.step = (step, state), [], step
+        self.allowed, self.step = [saved], self.step + 1
         return found or []
 
     def load(self, case: str) -> None:
         """Load; it must be the last save that returned, or one that was killed since."""
-        self.step = require_loaded(self.answer, self.folder, [self.returned, *self.killed], case)
-
-
-def require_loaded(answer, folder: str, allowed: list, case: str) -> int:
-    """The step that `load` returns, which must be one of `allowed`: (step, state) or None."""
-    try:
-        got = answer.call("load", folder)
-    except AssertionError as error:
-        raise AssertionError(f"{case}: {error}") from None
-    steps = " or ".join(dict.fromkeys(f"step {x[0]}" if x else "None" for x in allowed))
-    assert got is not None or None in allowed, f"{case}: load returned None, expected {steps}"
-    if got is None:
-        return 0
-    is_pair = isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)
-    assert is_pair, f"{case}: load must return a tuple (step, state), but returned {got!r:.80}"
-    step, state = got
-    for name, numbers in state.items():
-        is_list = isinstance(numbers, list) and all(map(is_number, numbers))
-        assert is_list, f"{case}: expected a list of floats for {name!r}, got {form(numbers)}"
-    known = any(step == x[0] for x in allowed if x)
-    what = "with a state that was never saved" if known else "instead"
-    assert got in allowed, f"{case}: expected {steps}, but load returned step {step} {what}"
-    return step
+        try:
+            got = self.answer.call("load", self.folder)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+        steps = " or ".join(dict.fromkeys(f"step {x[0]}" if x else "None" for x in self.allowed))
+        is_form = got is None or isinstance(got, tuple)
+        assert is_form, f"{case}: load must return a tuple (step, state), not {got!r:.80}"
+        step = got[0] if got else 0
+        known = any(step == x[0] for x in self.allowed if x)
+        what = f"step {step}{' with a state that was never saved' * known}" if got else "None"
+        assert got in self.allowed, f"{case}: expected {steps}, but load returned {what}"
+        self.step = step
 
 
 def check_undisturbed(answer):
@@ -134,9 +122,8 @@ def check_fifty_kills(answer):
         run = Run(answer, folder)
         run.save(at=0)
         run.load("the first save was killed before its change 0")
-        for _ in range(5):
-            run.save()
-        n = len(run.save())
+        for _ in range(6):
+            n = len(run.save())
         hint = "Does the old checkpoint go before the new one is complete?"
         for in_a_row in (False, True):
             for number in range(25):
@@ -154,19 +141,16 @@ def check_fifty_kills(answer):
 def check_damage(answer):
     """A damaged newest checkpoint is noticed, and the one before is used"""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(answer, folder)
+        run = Run(answer, folder, saves=2)
+        before, good = run.allowed, contents(folder)
         run.save()
-        run.save()
-        before, good = run.returned, contents(folder)
-        run.save()
-        newest, sound = run.returned, contents(folder)
-        for name, content in sound.items():
-            if good.get(name) == content:
-                continue  # a file of an older checkpoint
-            for damage, left in damaged(content):
+        newest, sound = run.allowed, contents(folder)
+        for name in sound.keys() - {name for name in good if sound.get(name) == good[name]}:
+            for damage, left in damaged(sound[name]):
                 restore(folder, sound | {name: left})
                 case = f"steps 1, 2, 3 are saved; {damage} of {name}. Is there a checksum?"
-                run.step = require_loaded(answer, folder, [before, newest], case)
+                run.allowed = before + newest
+                run.load(case)
                 run.save()  # the run goes on from there: it saves the lost step once more
                 run.load(f"{case} Then step {run.step} was saved again")
 
@@ -189,8 +173,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 def restore(folder: str, files: dict[str, bytes]) -> None:
     """Make the folder hold these files and no others."""
-    for entry in Path(folder).iterdir():
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    shutil.rmtree(folder)
     for name, content in files.items():
         path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,9 +183,7 @@ def restore(folder: str, files: dict[str, bytes]) -> None:
 def check_other_files(answer):
     """Other files do no harm, and stay"""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(answer, folder)
-        run.save()
-        run.save()
+        run = Run(answer, folder, saves=2)
         for name, content in contents(folder).items():
             Path(folder, f"{name}.tmp").write_bytes(content[: len(content) // 2])
         notes = Path(folder, "notes.txt")
@@ -217,13 +198,11 @@ def check_other_files(answer):
 def check_nothing_piles_up(answer):
     """Old checkpoints and what killed saves leave do not pile up"""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(answer, folder)
-        run.save()
+        run = Run(answer, folder, saves=1)
         one = sum(map(len, contents(folder).values()))
         for _ in range(11):
-            run.save()
+            n = len(run.save())
         require_few(folder, one, "after 12 saves")
-        n = len(run.save())
         for number in range(20):
             run.save(number % n if n <= 20 else number * n // 20)
             run.load(f"killed save {number + 1}")
@@ -253,43 +232,33 @@ def check_power_failure(answer):
         for _ in range(2):
             before = contents(folder)
             names = run.save()
-            if OTHER_WAYS & set(names):
-                continue
             after = contents(folder)
             n_written = sum(bool(x) and before.get(name) != x for name, x in after.items())
-            case = f"save does {', '.join(names)}. After a power failure"
-            require_bytes_on_disk(names, n_written, case)
-            require_names_on_disk(names, bool(after.keys() - before.keys()), case)
+            if not OTHER_WAYS & set(names):
+                require_on_disk(names, n_written, bool(after.keys() - before.keys()))
 
 
-def require_bytes_on_disk(names: list[str], n_written: int, case: str) -> None:
-    """Each file is fsynced, after its last write and before it is renamed."""
+def require_on_disk(names: list[str], n_written: int, has_made: bool) -> None:
+    """Each file is fsynced after its last write and before its rename; then the folder is."""
+    case = f"save does {', '.join(names)}. After a power failure"
     n_synced = sum(name in FILE_SYNCS for name in names)
-    assert n_synced or "fsync empty file" not in names, (
-        f"{case} the file may be empty: at the fsync its bytes were in Python's buffer. flush() "
-        "passes them to the operating system; only then can fsync wait for them"
-    )
     assert n_synced >= n_written, (
-        f"{case} a file may be empty although save had returned, even after a rename: of the "
-        f"{n_written} files with new bytes os.fsync waited for {n_synced}"
+        f"{case} a file may be empty although save had returned: of the {n_written} files with new "
+        f"bytes os.fsync waited for {n_synced} that were not empty. flush() passes the bytes from "
+        "Python's buffer to the operating system; only then can fsync wait for them"
     )
     assert FILE_SYNCS & set(names[last_of(names, WRITES) + 1 :]), (
         f"{case} bytes may be missing: the last write or flush comes after the last fsync of a file"
     )
-    early = names[: max(last_of(names, {"rename", "link"}), 0)]
+    renamed = last_of(names, {"rename", "link"})
+    early = names[: max(renamed, 0)]
     assert "open" not in early or FILE_SYNCS & set(early[last_of(early, WRITES) + 1 :]), (
         f"{case} the new name may lead to an empty file: the rename comes before the fsync"
     )
-
-
-def require_names_on_disk(names: list[str], has_made: bool, case: str) -> None:
-    """The folder is fsynced after the last rename, or after a file was made."""
-    last = last_of(names, {"rename", "link"})
-    if last < 0 and has_made:
-        last = names.index("open") if "open" in names else 0
-    assert last < 0 or FOLDER_SYNCS & set(names[last + 1 :]), (
-        f"{case} the new name may be gone although save had returned, and with it the file: there "
-        "is no fsync of the folder after the last rename, or after a file was made"
+    named = names.index("open") if renamed < 0 and has_made and "open" in names else renamed
+    assert named < 0 or FOLDER_SYNCS & set(names[named + 1 :]), (
+        f"{case} the new name may be gone, and with it the file: there is no fsync of the folder "
+        "after the last rename, or after a file was made"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks exercise 7: a LoRA layer's forward, backward and merge against lora.py; PEFT's files."""
+"""Checks exercise 7: a LoRA layer's forward, backward and merge in float64; PEFT's files."""
 
 import json
 import tempfile
@@ -8,69 +8,61 @@ import torch
 from torch import nn
 
 import lora
-from config import TrainConfig
+from config import MPTConfig, TrainConfig
 from lessons.answers import close
+from model import MPT
 from weights import peft
 from weights.tensor_files import write_safetensors
 
 SCALE = 0.5
-BIG = 1024  # features in and out of a layer whose memory is measured
 # The largest difference, for values of about 1. bfloat16 has 8 significant bits.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 LITTLE = "no tensor may be as large as W: never form B A, begin with A x; W needs no gradient"
+ONE = torch.ones(1, 1)
 
 
 def check_forward(answer):
     """forward: W x + bias + s B A x"""
-    x, W, bias, A, B = (torch.tensor([[value]]) for value in (2.0, 3.0, 1.0, 5.0, 7.0))
-    got = answer.call("forward", x, W, bias[0], A, B, SCALE)
+    got = answer.call("forward", 2 * ONE, 3 * ONE, ONE[0], 5 * ONE, 7 * ONE, SCALE)
     case = "x = 2, W = 3, bias = 1, A = 5, B = 7, scale = 0.5, all of one element"
-    close(f"y, for {case}", got, torch.tensor([[42.0]]), 1e-5)
-    for rows in ((6,), (2, 3)):
-        for with_bias in (False, True):
-            for dtype in TOLERANCE:
-                x, W, bias, A, B, _ = inputs(rows, 12, 10, 3, dtype)
-                bias = bias if with_bias else None
-                case = f"x {(*rows, 12)} in {dtype}, {'a' if with_bias else 'no'} bias, rank 3"
-                got = answer.call("forward", x, W, bias, A, B, SCALE)
-                with torch.no_grad():
-                    expected = real_layer(W, bias, A, B)(x.double()).to(dtype)
-                close(f"y, for {case}", got, expected, tolerance(expected))
+    close(f"y, for {case}", got, 42 * ONE, 1e-5)
+    for rows, with_bias in (((6,), True), ((2, 3), False)):
+        for dtype in TOLERANCE:
+            x, W, bias, A, B, _ = inputs(rows, 12, 10, 3, dtype)
+            bias = bias if with_bias else None
+            case = f"x {(*rows, 12)} in {dtype}, {'a' if with_bias else 'no'} bias, rank 3"
+            got = answer.call("forward", x, W, bias, A, B, SCALE)
+            expected = exact(x, W, bias, A, B).to(dtype)
+            close(f"y, for {case}", got, expected, tolerance(expected))
 
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     A = torch.tensor([[1 + 2.0**-10, -1.0]])
-    got = answer.call("forward", x, torch.zeros_like(x), None, A, torch.ones(1, 1), 1.0)
+    got = answer.call("forward", x, torch.zeros_like(x), None, A, ONE, 1.0)
     case = "x = [[1, 1]] in bfloat16, W = 0, A = [[1 + 2**-10, -1]] and B = [[1]] in float32"
-    expected = torch.tensor([[2.0**-10]], dtype=torch.bfloat16)
     hint = "convert x to the dtype of A and B, which bfloat16 would round"
-    close(f"y, for {case}", got, expected, 1e-6, hint)
+    close(f"y, for {case}", got, 2.0**-10 * ONE.bfloat16(), 1e-6, hint)
 
 
 def check_backward(answer):
     """backward: the gradients of x, A and B"""
-    one = torch.ones(1, 1)
-    got = answer.call("backward", one, 2 * one, 3 * one, 5 * one, 7 * one, SCALE)
+    got = answer.call("backward", ONE, 2 * ONE, 3 * ONE, 5 * ONE, 7 * ONE, SCALE)
     case = "dy = 1, x = 2, W = 3, A = 5, B = 7, scale = 0.5, all of one element"
-    compare_gradients(got, (20.5 * one, 7 * one, 5 * one), case)
+    compare_gradients(got, (20.5 * ONE, 7 * ONE, 5 * ONE), case)
     for rows in ((6,), (2, 3)):
         for dtype in TOLERANCE:
             x, W, _, A, B, dy = inputs(rows, 12, 10, 3, dtype)
             got = answer.call("backward", dy, x, W, A, B, SCALE)
             case = f"x {(*rows, 12)} and dy {(*rows, 10)} in {dtype}, rank 3"
-            compare_gradients(got, real_gradients(dy, x, W, A, B), case)
-    got = answer.call("backward", dy, x, W, A, torch.zeros_like(B), SCALE)
-    expected = real_gradients(dy, x, W, A, torch.zeros_like(B))
-    compare_gradients(got, expected, f"{case}, B = 0, as before the first step")
+            compare_gradients(got, exact_gradients(dy, x, W, A, B), case)
 
 
 def compare_gradients(got, expected: tuple, case: str) -> None:
     """Compare (dx, dA, dB)."""
-    is_three = isinstance(got, tuple | list) and len(got) == 3
-    assert is_three, f"backward: expected a tuple (dx, dA, dB), got {type(got).__name__}"
+    of_rows = "it sums over all rows of x: (B, T, in) is B T rows"
     hints = {
         "dx": "W and the update both carry it: W^T dy + s A^T B^T dy",
-        "dA": "it sums over all rows of x: (B, T, in) is B T rows",
-        "dB": "it sums over all rows of x: (B, T, in) is B T rows",
+        "dA": of_rows,
+        "dB": of_rows,
     }
     for (name, hint), mine, theirs in zip(hints.items(), got, expected, strict=True):
         close(f"{name}, for {case}", mine, theirs, tolerance(theirs), hint)
@@ -78,7 +70,7 @@ def compare_gradients(got, expected: tuple, case: str) -> None:
 
 def check_memory(answer):
     """forward and backward: no tensor as large as W"""
-    x, W, bias, A, B, dy = inputs((2, 2), BIG, BIG, 4, torch.float32)
+    x, W, bias, A, B, dy = inputs((2, 2), 1024, 1024, 4, torch.float32)
     calls = {"forward": (x, W, bias, A, B, SCALE), "backward": (dy, x, W, A, B, SCALE)}
     for function, args in calls.items():
         _, peak = answer.measure(function, *args)
@@ -86,77 +78,83 @@ def check_memory(answer):
         assert peak < W.nbytes / 2, f"{held}, and W has {W.nbytes / 1e6:.1f} MB. {LITTLE}"
 
 
+@torch.no_grad()
 def check_merge(answer):
     """merge: W + s B A as one weight"""
-    one = torch.ones(1, 1)
-    got = answer.call("merge", 3 * one, 5 * one, 7 * one, SCALE)
-    close("the merged weight, for W = 3, A = 5, B = 7, scale = 0.5", got, 20.5 * one, 1e-5)
+    got = answer.call("merge", 3 * ONE, 5 * ONE, 7 * ONE, SCALE)
+    close("the merged weight, for W = 3, A = 5, B = 7, scale = 0.5", got, 20.5 * ONE, 1e-5)
     for dtype in TOLERANCE:
         _, W, _, A, B, _ = inputs((1,), 12, 10, 3, dtype)
         got = answer.call("merge", W, A, B, SCALE)
-        expected = really_merged(W, A, B)
+        expected = exactly_merged(W, A, B)
         close(f"the merged weight, for W (10, 12) in {dtype}", got, expected, tolerance(expected))
     # s B A = 2**-8 + 2**-17 needs 10 significant bits, so bfloat16 makes it 2**-8. Then the sum is
     # half-way between two bfloat16, and rounds down; the exact sum rounds up.
-    W = one.bfloat16()
-    got = answer.call("merge", W, one, (2.0**-8 + 2.0**-17) * one, 1.0)
+    W = ONE.bfloat16()
+    got = answer.call("merge", W, ONE, (2.0**-8 + 2.0**-17) * ONE, 1.0)
     case = "W = 1 in bfloat16 and s B A = 2**-8 + 2**-17 in float32"
     hint = "add in the dtype of A and B, and round once, at the end"
     close(f"the merged weight, for {case}", got, (1 + 2.0**-7) * W, 1e-6, hint)
 
+    model = MPT(MPTConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=8))
+    lora.put_on(model, TrainConfig(lora_rank=2))
+    for param in lora.adapters_of(model).values():
+        nn.init.normal_(param, std=0.3)
+    ids = torch.arange(8)[None]
+    expected = model(ids)
+    for layer in model.modules():
+        if isinstance(layer, lora.LoRALinear):
+            args = layer.weight, layer.lora_A, layer.lora_B, layer.lora_scale
+            layer.weight.copy_(answer.call("merge", *(torch.as_tensor(x).detach() for x in args)))
+            layer.lora_B.zero_()
+    close("the logits of a small MPT with merged weights", model(ids), expected, 1e-4)
+
 
 def check_unmerge(answer):
     """unmerge: W back, to within rounding"""
-    one = torch.ones(1, 1)
-    got = answer.call("unmerge", 20.5 * one, 5 * one, 7 * one, SCALE)
-    close("unmerge, for merged = 20.5, A = 5, B = 7, scale = 0.5", got, 3 * one, 1e-5)
+    got = answer.call("unmerge", 20.5 * ONE, 5 * ONE, 7 * ONE, SCALE)
+    close("unmerge, for merged = 20.5, A = 5, B = 7, scale = 0.5", got, 3 * ONE, 1e-5)
     for dtype in TOLERANCE:
         _, W, _, A, B, _ = inputs((1,), 12, 10, 3, dtype)
-        merged = really_merged(W, A, B)
+        merged = exactly_merged(W, A, B)
         got = answer.call("unmerge", merged, A, B, SCALE)
         close(f"unmerge, for W (10, 12) in {dtype}", got, W, tolerance(merged))
 
 
 def check_read_adapter(answer):
     """read_adapter: names, numbers and s of small files"""
-    layer = "transformer.blocks.0.attn.Wqkv"
-    a = torch.arange(3.0).view(1, 3) + 0.25
-    b = -torch.arange(2.0).view(2, 1) - 1
-    plain = {"r": 1, "lora_alpha": 6}
-    compare_files(answer, plain, {layer: (a, b)}, 6.0, "one layer, rank 1, alpha 6, no use_rslora")
-
     generator = torch.Generator().manual_seed(1)
     pairs = {
         f"transformer.blocks.{name}": (
             torch.randn(4, 6, generator=generator).bfloat16().float(),
             torch.randn(5, 4, generator=generator).bfloat16().float(),
         )
-        for name in ("1.ffn.up_proj", "1.attn.Wqkv", "0.ffn.up_proj", "0.ffn.down_proj")
+        for name in ("1.ffn.up_proj", "0.attn.Wqkv")
     }
-    for rslora, scale, dtype in (
-        (False, 4.0, torch.float32),
-        (None, 4.0, torch.float32),
-        (True, 8.0, torch.float32),
-        (True, 8.0, torch.bfloat16),
-    ):
-        settings = {"r": 4, "lora_alpha": 16.0, "use_rslora": rslora}
-        case = f"four layers, rank 4, alpha 16, use_rslora {rslora}, tensors in {dtype}"
-        compare_files(answer, settings, pairs, scale, case, dtype)
+    one = dict([pairs.popitem()])
+    compare_files(answer, {}, one, 4.0, torch.float32)
+    pairs |= one
+    compare_files(answer, {"use_rslora": None}, pairs, 4.0, torch.float32)
+    compare_files(answer, {"use_rslora": False}, pairs, 4.0, torch.bfloat16)
+    compare_files(answer, {"use_rslora": True}, pairs, 8.0, torch.float32)
 
 
-def compare_files(answer, settings: dict, pairs: dict, scale: float, case: str, dtype=None) -> None:
+def compare_files(answer, settings: dict, pairs: dict, scale: float, dtype) -> None:
     """Write a PEFT folder with these settings and {layer: (A, B)}, and compare what is read."""
     tensors = {}
     for name, (a, b) in pairs.items():
-        prefix = f"base_model.model.{name}"
-        tensors[f"{prefix}.lora_B.weight"] = b.to(dtype)
-        tensors[f"{prefix}.lora_A.weight"] = a.to(dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
     with tempfile.TemporaryDirectory() as folder:
         write_safetensors(Path(folder) / peft.TENSOR_FILE, tensors)
-        content = json.dumps({"peft_type": "LORA", "bias": "none", **settings}, indent=2)
-        (Path(folder) / peft.CONFIG_FILE).write_text(content)
+        content = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 16.0, **settings}
+        (Path(folder) / peft.CONFIG_FILE).write_text(json.dumps(content, indent=2))
         read = answer.call("read_adapter", folder)
-    require_form(read, set(pairs), case)
+    case = f"{len(pairs)} layers, rank 4, alpha 16, {settings}, tensors in {dtype}"
+    missing, unknown = sorted(pairs.keys() - read.keys()), sorted(read.keys() - pairs.keys())
+    assert not missing and not unknown, (
+        f"read_adapter, for {case}: {missing[:1]} is missing, {unknown[:1]} is no such layer"
+    )
     for name, (a, b) in pairs.items():
         A, B, s = read[name]
         close(f"A of {name}, for {case}", A, a)
@@ -164,20 +162,8 @@ def compare_files(answer, settings: dict, pairs: dict, scale: float, case: str, 
         close(f"s of {name}, for {case}", s, scale, 1e-6, "with use_rslora s is alpha / sqrt(r)")
 
 
-def require_form(read, names: set, case: str) -> None:
-    """It must be {layer: (A, B, s)} for layers of these names."""
-    assert isinstance(read, dict), f"read_adapter: expected a dict, got {type(read).__name__}"
-    missing, unknown = sorted(names - read.keys()), sorted(read.keys() - names)
-    assert not missing and not unknown, (
-        f"read_adapter, for {case}: {missing[:1]} is missing, {unknown[:1]} is no such layer"
-    )
-    for name, value in read.items():
-        is_three = isinstance(value, tuple | list) and len(value) == 3
-        assert is_three, f"read_adapter: expected (A, B, s) for {name}, got {type(value).__name__}"
-
-
 # --------------------------------------------------------------------------------------------------
-# The real ones
+# The formulas in float64
 
 
 def inputs(rows, n_in: int, n_out: int, rank: int, dtype):
@@ -194,32 +180,24 @@ def inputs(rows, n_in: int, n_out: int, rank: int, dtype):
     return x, W, bias, A, B, draw(*rows, n_out)
 
 
-def real_layer(W, bias, A, B) -> nn.Linear:
-    """lora.py's layer with these values, in fp64."""
-    layer = nn.Linear(W.shape[1], W.shape[0], bias=bias is not None, dtype=torch.float64)
-    lora.adapt(layer, TrainConfig(lora_rank=len(A), lora_alpha=SCALE * len(A)))
-    values = {"weight": W, "bias": bias, "lora_A": A, "lora_B": B}
-    given = {name: value.double() for name, value in values.items() if value is not None}
-    layer.load_state_dict(given)
-    return layer.requires_grad_(False)
+def exact(x, W, bias, A, B) -> torch.Tensor:
+    """The formula in float64."""
+    x, W, A, B = (value.double() for value in (x, W, A, B))
+    y = x @ W.T + SCALE * (x @ A.T @ B.T)
+    return y if bias is None else y + bias.double()
 
 
-def real_gradients(dy, x, W, A, B) -> tuple:
-    """What autograd makes of that layer, in the dtypes that `backward` promises."""
-    layer = real_layer(W, None, A, B)
-    wide = x.double().requires_grad_()
-    factors = [layer.lora_A.requires_grad_(), layer.lora_B.requires_grad_()]
-    dx, dA, dB = torch.autograd.grad(layer(wide), [wide, *factors], dy.double())
-    return dx.to(x.dtype), dA.to(A.dtype), dB.to(B.dtype)
+def exact_gradients(dy, x, W, A, B) -> tuple:
+    """What autograd makes of it, in the dtypes that `backward` promises."""
+    leaves = [value.double().requires_grad_() for value in (x, A, B)]
+    wide, A_wide, B_wide = leaves
+    found = torch.autograd.grad(exact(wide, W, None, A_wide, B_wide), leaves, dy.double())
+    return tuple(grad.to(value.dtype) for grad, value in zip(found, (x, A, B), strict=True))
 
 
-def really_merged(W, A, B):
-    """lora.merge's weight, in the dtype of W."""
-    layer = real_layer(W, None, A, B)
-    layer.weight.data = W.clone()
-    layer.lora_A.data, layer.lora_B.data = A.clone(), B.clone()
-    lora.merge(nn.Sequential(layer))
-    return layer.weight.detach()
+def exactly_merged(W, A, B) -> torch.Tensor:
+    """The merged weight, rounded once, to the dtype of W."""
+    return (W.double() + SCALE * (B.double() @ A.double())).to(W.dtype)
 
 
 def tolerance(expected) -> float:

@@ -5,36 +5,31 @@ import math
 import numpy as np
 
 from lessons import scaling_fits, scaling_runs
-from lessons.answers import ToDo, close, is_number
+from lessons.answers import ToDo, close
 
 WIDEST = 0.1  # nats per byte
 FACTOR = 2  # between the predicted size and the one that the grid supports
 NEAREST = 1.7  # factor between the predicted size and that of the run it is compared with
-KEYS = ("n_params", "loss", "band")
 
 
 def check_isoflop_optimum(answer):
     """isoflop_optimum: the lowest point of a parabola in log size"""
-    draw = np.random.default_rng(8)
     noisy = np.geomspace(2e4, 2e6, 7)
-    noisy_losses = 2 + 0.1 * np.log(noisy / 3e5) ** 2 + draw.normal(0, 0.01, 7)
+    noise = np.random.default_rng(8).normal(0, 0.01, 7)
+    noisy_losses = 2 + 0.1 * np.log(noisy / 3e5) ** 2 + noise
     for sizes, losses, case in (
         ([1e4, 1e5, 1e6], [2.5, 2.0, 2.5], "three runs around 1e5"),
         ([1e4, 4e4, 16e4], [2.6, 2.1, 2.2], "a minimum between two runs"),
-        ([1e5, 2e5, 4e5], [2.0, 2.1, 2.3], "a minimum below the smallest run"),
         ([9e4, 1e4, 3e4], [2.3, 2.4, 2.1], "sizes that are not in order"),
         (noisy.tolist(), noisy_losses.tolist(), "seven runs with noise"),
-        ([7e9, 7e10, 7e11], [2.1, 2.0, 2.2], "large models"),
     ):
-        size, loss = scaling_fits.isoflop_optimum(sizes, losses)
-        got = answer.call("isoflop_optimum", sizes, losses)
+        expected_size, expected_loss = scaling_fits.isoflop_optimum(sizes, losses)
+        size, loss = answer.call("isoflop_optimum", sizes, losses)
         losses = [round(x, 3) for x in losses]
         shown = f"{case}, sizes {[f'{n:.3g}' for n in sizes]}, losses {losses}"
-        is_pair = isinstance(got, tuple | list) and len(got) == 2
-        assert is_pair, f"isoflop_optimum: expected (size, loss), got {got!r}, for {shown}"
         hint = "fit the parabola in log N, and take its lowest point, not that of a run"
-        close(f"size at the minimum, {shown}", got[0], size, size * 1e-3, hint)
-        close(f"loss at the minimum, {shown}", got[1], loss, 1e-4)
+        close(f"size at the minimum, {shown}", size, expected_size, expected_size * 1e-3, hint)
+        close(f"loss at the minimum, {shown}", loss, expected_loss, 1e-4)
     got = answer.call("isoflop_optimum", [1e4, 1e5, 1e6], [2.0, 2.5, 2.1])
     assert got is None, f"isoflop_optimum of a curve that opens downwards: expected None, got {got}"
 
@@ -42,25 +37,26 @@ def check_isoflop_optimum(answer):
 def check_fit_power_law(answer):
     """fit_power_law: a line in the logs"""
     for budgets, optima, case in (
-        ([1.0, 10.0], [3.0, 30.0], "optimum = 3 * budget"),
         ([1.0, 4.0, 16.0], [5.0, 10.0, 20.0], "optimum = 5 * budget ** 0.5"),
         ([1e18, 1e20, 1e21], [8e7, 9e8, 2.6e9], "noisy optima"),
         ([1e10, 1e11, 1e12], [2.4, 2.0, 1.7], "losses, which fall"),
     ):
         k, a = scaling_fits.fit_power_law(budgets, optima)
-        got = answer.call("fit_power_law", budgets, optima)
+        got_k, got_a = answer.call("fit_power_law", budgets, optima)
         shown = f"{case}, budgets {budgets}, optima {optima}"
-        is_pair = isinstance(got, tuple | list) and len(got) == 2
-        assert is_pair, f"fit_power_law: expected (k, a), got {got!r}, for {shown}"
         hint = "`polyfit` returns the slope, a, first; what it returns second is log k"
-        close(f"a, {shown}", got[1], a, 1e-4, hint)
-        close(f"k, {shown}", got[0], k, k * 1e-3, hint)
+        close(f"a, {shown}", got_a, a, 1e-4, hint)
+        close(f"k, {shown}", got_k, k, k * 1e-3, hint)
 
 
 def check_prediction(answer):
     """PREDICTION: the best size for the held-out budget, and a narrow band around its loss"""
-    predicted = numbers(answer.value("PREDICTION"))
-    size, loss, band = (predicted[key] for key in KEYS)
+    predicted = answer.value("PREDICTION")
+    for key in ("n_params", "loss", "band"):
+        if predicted[key] is None:
+            raise ToDo(f"fill in {key} of PREDICTION")
+        assert 0 < predicted[key] < math.inf, f"PREDICTION[{key!r}]: got {predicted[key]!r}"
+    size, loss, band = predicted["n_params"], predicted["loss"], predicted["band"]
     assert band <= WIDEST, f"band: at most {WIDEST} nats, got {band:g}, which says little"
 
     rows, held_out, whose = find_runs()
@@ -85,19 +81,6 @@ def check_prediction(answer):
         "blind. Two ways to extrapolate differ by more than two seeds do."
     )
     return f"compared with {whose}"
-
-
-def numbers(predicted) -> dict:
-    """PREDICTION, if it has three positive numbers."""
-    is_dict = isinstance(predicted, dict) and set(KEYS) <= predicted.keys()
-    assert is_dict, f"PREDICTION: expected a dict with {', '.join(KEYS)}, got {predicted!r}"
-    for key in KEYS:
-        number = predicted[key]
-        if number is None:
-            raise ToDo(f"fill in {key} of PREDICTION")
-        is_good = is_number(number) and 0 < number < math.inf
-        assert is_good, f"PREDICTION[{key!r}]: expected a positive number, got {number!r}"
-    return predicted
 
 
 def find_runs() -> tuple[list[dict], list[dict], str]:

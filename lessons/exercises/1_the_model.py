@@ -1,11 +1,7 @@
 """Exercise 1: ALiBi's slopes, causal attention, and the number of parameters of an MPT.
 
-Write the three functions. `python -m lessons check 1` then checks
-
-    alibi_slopes        for powers of two, then for any number of heads
-    causal_attention    on small tensors, on large scores, and with fewer queries than keys
-    both                in place of those of a small model.MPT: the same logits to 1e-5
-    count_parameters    for small models, for MPT's sizes, and for MPT-7B
+Write the three functions. `python -m lessons check 1` then checks each, and the first two in place
+of those of a small model.MPT: the same logits to 1e-5.
 
 Use PyTorch as you like, and none of the project's own modules. attention.py and
 flops.py hold a solution: read them after your own work.
@@ -42,13 +38,8 @@ def causal_attention(
 
 
 def count_parameters(
-    vocab_size: int,
-    d_model: int,
-    n_layers: int,
-    expansion_ratio: float = 4,
-    learned_positions: int = 0,
-    biases: bool = False,
-) -> int:
+    vocab_size, d_model, n_layers, expansion_ratio=4, learned_positions=0, biases=False
+):
     """The number of parameters of an MPT with tied embeddings, an int.
 
     The parts: wte (word token embedding); n_layers blocks, each with norm_1, Wqkv, out_proj,

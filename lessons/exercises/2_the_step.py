@@ -2,10 +2,8 @@
 
     python -m lessons check 2
 
-Part 1. Write `chunked_cross_entropy`. The checker compares it with float64: for one token, for
-    several chunks, for a last chunk that is shorter, for labels that do not count, for large
-    logits. Then it measures the bytes of your tensors: they must stay below a quarter of what the
-    logits of all tokens would take.
+Part 1. Write `chunked_cross_entropy`. The checker compares it with float64, and measures the bytes
+    of your tensors: at most a quarter of what the logits of all tokens would take.
 Part 2. Lesson 2 draws five training runs, A to E. Each has one bug. Say in BUGS which.
 
 Use PyTorch as you like, with or without autograd, and none of the project's own modules.

@@ -18,7 +18,7 @@ between the steps.
 
 Part 1. Weights that can be cut evenly. Two ranks that see the same rows must compute bit by bit
     what one rank computes, and ranks with different rows what one rank computes from all rows, to
-    1e-6. PyTorch's `fully_shard` must give the same.
+    1e-6.
 Part 2. Weights of any size on any number of ranks. A weight of 15 numbers on two ranks gets one
     zero at its end, and each rank keeps 8 numbers. If there are fewer numbers than ranks, some
     ranks keep zeros only.

@@ -1,14 +1,9 @@
 """Exercise of lesson 4: the online softmax in NumPy, and a Triton kernel for one block of queries.
 
-Write the three functions below, and the Triton kernel. Check them, as often as you like, with
-
-    python -m lessons check 4
-
-What is checked: results equal to float64 within the dtype of the inputs, also for scores of 1e4 and
--1e4, and for blocks that are masked altogether. The blocks come through an iterator, each of them
-once, and the check counts the bytes that you hold: one block of scores is fine, all are too many.
-The kernel is for a second hour. It runs in Triton's interpreter, on the CPU; without Triton that
-part is skipped.
+`python -m lessons check 4` compares them with float64, also for scores of 1e4 and -1e4, and for
+blocks that are masked altogether. The blocks come through an iterator, each of them once, and the
+check counts the bytes that you hold: one block of scores is fine, all are too many. The kernel is
+for a second hour. It runs in Triton's interpreter, on the CPU; without Triton that part is skipped.
 
 Only NumPy, torch and Triton, and none of the project's own modules.
 """

@@ -64,18 +64,10 @@ def naive_load(folder):
 
 
 def save(folder, step, state):
-    """Save a checkpoint: it is complete and on disk when this returns.
-
-    folder: path of an existing folder. step: int. state: dict of names and lists of floats.
-    Keeps the checkpoint before this one, too, for the case that this one is damaged later, and
-    few others: at most six times the bytes of one.
-    """
+    """Save a checkpoint. Keep the one before it, too, and few others."""
     raise NotImplementedError
 
 
 def load(folder):
-    """The newest good checkpoint as a tuple (step, state), or None if there is none.
-
-    Never raises because of a damaged or half-written file. Never returns what was not saved.
-    """
+    """The newest good checkpoint as a tuple (step, state), or None if there is none."""
     raise NotImplementedError

@@ -2,12 +2,8 @@
 
 Write the two functions. Then use them on the grid that the lesson has trained to predict what the
 best model on 2.7e12 FLOPs is, three times the grid's largest budget, and what loss it reaches:
-fill in PREDICTION. Write your bet down before you check: the message names the run.
-`python -m lessons check 8` then checks
-
-    isoflop_optimum   on parabolas whose minimum is known, in any order, with noise, upside down
-    fit_power_law     on exact power laws, and on noisy ones
-    PREDICTION        against a run on 2.7e12 FLOPs that was not used for any fit
+fill in PREDICTION. Write your bet down before you check: the message names the run on 2.7e12 FLOPs
+that `python -m lessons check 8` compares it with.
 
 The lines of your grid are in runs/lessons/8-grid.jsonl: JSON with "budget", "n_params", "tokens",
 "loss" (nats per byte) and more. Without one of your own, read lessons/8_grid.jsonl, but leave out

@@ -8,8 +8,7 @@ DIVERGES = 2e-1
 FINAL_LOSSES = {2e-3: 6.36, 2e-2: 6.61, 2e-1: 33.6}
 
 
-def losses(path: str) -> list[tuple[int, float]]:
-    """[(step, loss), ...] of the training steps in a metrics.jsonl."""
+def losses(path):
     found = []
     with open(path, encoding="utf-8") as file:
         for line in file:

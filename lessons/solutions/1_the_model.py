@@ -1,15 +1,11 @@
-"""A solution of exercise 1: ALiBi's slopes, causal attention, and an MPT's parameters.
-
-`python -m lessons check 1 --file=lessons/solutions/1_the_model.py` checks it.
-"""
+"""A solution of exercise 1: ALiBi's slopes, causal attention, and an MPT's parameters."""
 
 import math
 
 import torch
 
 
-def alibi_slopes(n_heads: int, bias_max: float = 8.0) -> torch.Tensor:
-    """The slope of each head, (n_heads,) float32."""
+def alibi_slopes(n_heads, bias_max=8.0):
     # n: n_heads rounded up to a power of two. (n_heads - 1).bit_length() is how often n_heads - 1
     # can be halved: 4 for 9 to 16 heads. Integers have no rounding to worry about.
     n = 2 ** (n_heads - 1).bit_length()
@@ -23,10 +19,7 @@ def alibi_slopes(n_heads: int, bias_max: float = 8.0) -> torch.Tensor:
     return reordered[:n_heads]
 
 
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor
-) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D) + bias) v, (B, H, Tq, D)."""
+def causal_attention(q, k, v, slopes):
     D = q.shape[-1]
     Tq, Tk = q.shape[2], k.shape[2]
 
@@ -46,14 +39,8 @@ def causal_attention(
 
 
 def count_parameters(
-    vocab_size: int,
-    d_model: int,
-    n_layers: int,
-    expansion_ratio: float = 4,
-    learned_positions: int = 0,
-    biases: bool = False,
-) -> int:
-    """The number of parameters of an MPT with tied embeddings."""
+    vocab_size, d_model, n_layers, expansion_ratio=4, learned_positions=0, biases=False
+):
     d = d_model
     hidden = int(d * expansion_ratio)
     matrices = 3 * d * d + d * d + 2 * d * hidden  # Wqkv, out_proj, up_proj and down_proj

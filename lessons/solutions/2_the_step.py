@@ -1,7 +1,4 @@
-"""A solution of exercise 2: cross-entropy in chunks, and the five bugs.
-
-`python -m lessons check 2 --file=lessons/solutions/2_the_step.py` checks it.
-"""
+"""A solution of exercise 2: cross-entropy in chunks, and the five bugs."""
 
 import torch
 
@@ -24,10 +21,7 @@ BUGS = {
 }
 
 
-def chunked_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss and its gradients, with the logits of `chunk` tokens at a time."""
+def chunked_cross_entropy(hidden, weight, labels, chunk):
     loss = torch.zeros((), dtype=hidden.dtype)
     grad_hidden = torch.zeros_like(hidden)  # (N, D)
     grad_weight = torch.zeros_like(weight)  # (V, D)

@@ -1,7 +1,4 @@
-"""A solution of exercise 3: two layers, gathered one at a time, forward and backward.
-
-`python -m lessons check 3 --file=lessons/solutions/3_many_devices.py` checks it.
-"""
+"""A solution of exercise 3: two layers, gathered one at a time, forward and backward."""
 
 import math
 
@@ -9,43 +6,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-
-def all_gather(part: torch.Tensor) -> torch.Tensor:
-    """Given. The parts of all ranks, in their order: (m,) on each rank -> (size * m,) on all."""
-    whole = part.new_empty(dist.get_world_size() * len(part))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part.contiguous())
-    return whole
+from lessons.two_ranks import all_gather, reduce_scatter  # as they are given in the stub
 
 
-def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
-    """Given. Part r of the sum over the ranks: (size * m,) on each rank -> (m,) on rank r."""
-    size = dist.get_world_size()
-    if len(whole) % size:
-        cut = f"{len(whole)} numbers cannot be cut into {size} equal parts"
-        raise ValueError(f"{cut}: pad the gradient as `shard` pads the weight")
-    part = whole.new_empty(len(whole) // size)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(part, whole.contiguous())
-    return part
-
-
-def padded(tensor: torch.Tensor) -> torch.Tensor:
+def padded(tensor):
     """The numbers of a tensor, row by row, with zeros up to a multiple of the number of ranks."""
     flat = tensor.reshape(-1)
     # -a % b is what is missing from a to the next multiple of b: 15 numbers on 2 ranks miss 1.
     return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
 
 
-def shard(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a weight."""
+def shard(weight):
     pieces = padded(weight).chunk(dist.get_world_size())
     # chunk returns views of one memory. Without the clone, each rank would keep the whole weight.
     return pieces[dist.get_rank()].clone()
 
 
-def gather(piece: torch.Tensor, shape: tuple) -> torch.Tensor:
-    """The whole weight on every rank."""
+def gather(piece, shape):
     n = math.prod(shape)
     return all_gather(piece)[:n].view(shape)  # the padding is behind the n-th number
 
@@ -72,10 +49,7 @@ class Linear(torch.autograd.Function):
         return dx, d_piece, None
 
 
-def step(
-    pieces: list, shapes: list, x: torch.Tensor, target: torch.Tensor, lr: float
-) -> tuple[torch.Tensor, list]:
-    """One step of SGD."""
+def step(pieces, shapes, x, target, lr):
     pieces = [piece.detach().requires_grad_() for piece in pieces]
     hidden = F.gelu(Linear.apply(x, pieces[0], shapes[0]))  # (rows, hidden)
     y = Linear.apply(hidden, pieces[1], shapes[1])  # (rows, out)

@@ -3,60 +3,45 @@
 GIB = 2**30
 
 
-def training_flops(
-    n: float,
-    n_layers: int,
-    width: int,
-    seq_len: int,
-    attention: str = "full",
-    frozen: bool = False,
-    recompute: bool = False,
-) -> float:
-    """FLOPs of training on one token. See the exercise for the arguments.
-
-    Everything follows from the forward. A weight costs 2 FLOPs forward, 2 for the gradient of its
-    input and 2 for its own gradient, which a frozen weight does not need. The two products of
-    attention have no weights: their backward is twice their forward, always.
-    """
+def training_flops(n, n_layers, width, seq_len, attention="full", frozen=False, recompute=False):
+    # Everything follows from the forward. A weight costs 2 FLOPs forward, 2 for the gradient of its
+    # input and 2 for its own gradient, which a frozen weight does not need. The two products of
+    # attention have no weights: their backward is twice their forward, always.
     scores = {"none": 0, "causal": 2, "full": 4}[attention] * n_layers * width * seq_len
     forward = 2 * n + scores
     backward = (2 if frozen else 4) * n + 2 * scores
     return forward + backward + (forward if recompute else 0)
 
 
-def mfu(flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float) -> float:
-    """The share of the peak: what is done in a second over what could be done in a second."""
+def mfu(flops_per_token, tokens_per_second, devices, peak_flops):
+    # what is done in a second over what could be done in a second
     return flops_per_token * tokens_per_second / (devices * peak_flops)
 
 
-def matmul_intensity(m: int, k: int, n: int, bytes_per_number: int) -> float:
-    """FLOPs per byte of a product (m, k) x (k, n): three matrices move once."""
+def matmul_intensity(m, k, n, bytes_per_number):
     return 2 * m * k * n / (bytes_per_number * (m * k + k * n + m * n))
 
 
-def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
-    """The roof: flat above the ridge, intensity x bandwidth below."""
+def attainable(intensity, peak_flops, bandwidth):
     return min(peak_flops, intensity * bandwidth)
 
 
-def palm_540b(tokens_per_second: float = 238.3e3) -> float:
-    """PaLM's heads together are 48 x 256 = 12288 wide: less than its d_model of 18432."""
+def palm_540b(tokens_per_second=238.3e3):
+    # PaLM's heads together are 48 x 256 = 12288 wide: less than its d_model of 18432.
     per_token = training_flops(540.35e9, 118, 48 * 256, 2048)
     return mfu(per_token, tokens_per_second, 6144, 275e12)
 
 
-def mpt_1b(tokens_per_second: float = 20_513) -> float:
-    """The table has tokens/s of one GPU, so one device's peak belongs to it."""
+def mpt_1b(tokens_per_second=20_513):
+    # The table has tokens/s of one GPU, so one device's peak belongs to it.
     per_token = training_flops(1_315_950_592, 24, 2048, 2048)
     return mfu(per_token, tokens_per_second, 1, 312e12)
 
 
-def gpt_175b(seconds: float = 13.75) -> float:
-    """Megatron's count is the same formula with another N: only what is in a product.
-
-    72 B S L d^2 (1 + S / 6d + V / 12Ld), as the paper writes it, is 6 N + 12 L d S of each token
-    with N = 12 L d^2 + V d.
-    """
+def gpt_175b(seconds=13.75):
+    # Megatron's count is the same formula with another N: only what is in a product.
+    # 72 B S L d^2 (1 + S / 6d + V / 12Ld), as the paper writes it, is 6 N + 12 L d S of each token
+    # with N = 12 L d^2 + V d.
     n_layers, d_model, vocab_size, seq_len = 96, 12288, 51200, 2048
     n = 12 * n_layers * d_model**2 + vocab_size * d_model
     per_token = training_flops(n, n_layers, d_model, seq_len)
@@ -64,21 +49,10 @@ def gpt_175b(seconds: float = 13.75) -> float:
 
 
 def step_seconds(
-    n: int,
-    n_layers: int,
-    d_model: int,
-    seq_len: int,
-    vocab_size: int,
-    global_batch_size: int,
-    microbatch_size: int,
-    devices: int,
-    device: dict,
-) -> float:
-    """Seconds of a training step on one node: FULL_SHARD, no activation checkpointing.
-
-    Work grows with the tokens of a microbatch. Traffic and copies do not, they grow with N alone:
-    that is why small microbatches are slow.
-    """
+    n, n_layers, d_model, seq_len, vocab_size, global_batch_size, microbatch_size, devices, device
+):
+    # Work grows with the tokens of a microbatch. Traffic and copies do not, they grow with N alone:
+    # that is why small microbatches are slow.
     tokens = microbatch_size * seq_len  # of a microbatch, on one device
     microbatches = global_batch_size / devices / microbatch_size
 
@@ -141,14 +115,7 @@ def plan_of(name: str) -> dict:
     }
 
 
-def plan() -> dict:
-    """The largest model whose run the dollars pay for."""
+def plan():
     plans = [plan_of(name) for name in MODELS]
     paid_for = [plan for plan in plans if plan["dollars"] <= DOLLARS]
     return max(paid_for, key=lambda plan: MODELS[plan["model"]][0])
-
-
-if __name__ == "__main__":
-    print(f"PaLM 540B {palm_540b():.1%}, MPT-1B {mpt_1b():.1%}, GPT 175B {gpt_175b():.1%}")
-    for model in MODELS:
-        print(plan_of(model))

@@ -1,4 +1,4 @@
-"""A solution of exercise 8. `python -m lessons check 8 --file=lessons/solutions/8_scaling_laws.py`
+"""A solution of exercise 8.
 
 The two functions are approach 2 of the Chinchilla paper (Hoffmann et al. 2022, arXiv 2203.15556).
 """
@@ -7,7 +7,6 @@ import numpy as np
 
 
 def isoflop_optimum(sizes, losses):
-    """(size, loss) at the minimum of one IsoFLOP curve, two floats; None if it has none."""
     # Models are compared by factors: twice the size is one step, wherever it begins. So x = log N.
     x = np.log(sizes)
     p, q, r = np.polyfit(x, losses, 2)  # L = p x^2 + q x + r; the order of the runs is irrelevant
@@ -18,7 +17,6 @@ def isoflop_optimum(sizes, losses):
 
 
 def fit_power_law(budgets, optima):
-    """(k, a), two floats, of the power law  optimum = k * budget ** a."""
     # log optimum = log k + a log budget: a line, whose slope is the exponent.
     a, log_k = np.polyfit(np.log(budgets), np.log(optima), 1)
     return float(np.exp(log_k)), float(a)

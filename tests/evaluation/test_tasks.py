@@ -3,27 +3,18 @@
 import dataclasses
 import inspect
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import refusal, rooms_on_path
+from conftest import write_lines as write
 
-from config import UserError
 from evaluation import hub as icl_hub
 from evaluation import tasks as icl_tasks
 from evaluation.tasks import continuations, load, worded
 
-SETS = ROOT.parent / "shared" / "data" / "icl"
 ICE = {"query": " Question: Ice is \n", "choices": ["cold ", "  hot"], "gold": 0}
-
-
-def write(path, *rows):
-    """A .jsonl file of these rows; a string is a line as it is."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(line + "\n" for line in lines))
-    return str(path)
 
 
 def test_llm_foundrys_wording_strips_and_keeps_the_space_with_the_answer():
@@ -68,9 +59,8 @@ def test_a_task_that_is_not_utf8_is_refused_with_the_fix(tmp_path, name):
     """As training refuses it: U+FFFD in its place would be scored."""
     path = tmp_path / name
     path.write_bytes(LATIN_1)
-    message = f"{path} is not UTF-8 text: byte 0xf6 at offset 2. .*iconv -f LATIN1"
-    with pytest.raises(UserError, match=message):
-        load(str(path))
+    message = refusal(load, str(path))
+    assert f"{path} is not UTF-8 text: byte 0xf6 at offset 2" in message and "iconv" in message
 
 
 def test_a_task_is_the_text_that_training_reads(tmp_path):
@@ -108,31 +98,27 @@ def test_examples_are_others_with_their_answers_and_the_same_each_time(tmp_path)
     for item in task.items:
         assert item.example.count("Q") == 4
         assert len(set(item.example.split("\n"))) == 4
-    with pytest.raises(UserError, match="shots=4, but there are 4 different items"):
-        load(twins, shots=4)
+    assert "there are 4 different items" in refusal(load, twins, shots=4)
 
 
 # --------------------------------------------------------------------------------------------------
 # The Hub: original rows, the (context, continuation) pairs that they become, and the right one
 
-ORIGINALS = {
+ORIGINALS = {  # "context|continuation" of each choice
     "arc_easy": (
         {
             "question": "What is hot?",
             "choices": {"text": ["Ice", "Fire"], "label": ["1", "2"]},
             "answerKey": "2",
         },
-        [
-            ("Question: What is hot?\nAnswer:", " Ice"),
-            ("Question: What is hot?\nAnswer:", " Fire"),
-        ],
+        ["Question: What is hot?\nAnswer:| Ice", "Question: What is hot?\nAnswer:| Fire"],
         1,
     ),
     "boolq": (
         {"passage": "Ice is cold.", "question": "is ice hot", "label": 0},
         [
-            ("Passage: Ice is cold.\nQuestion: is ice hot?\nAnswer:", " no"),
-            ("Passage: Ice is cold.\nQuestion: is ice hot?\nAnswer:", " yes"),
+            "Passage: Ice is cold.\nQuestion: is ice hot?\nAnswer:| no",
+            "Passage: Ice is cold.\nQuestion: is ice hot?\nAnswer:| yes",
         ],
         0,
     ),
@@ -144,18 +130,12 @@ ORIGINALS = {
             "label": "1",
             "endings": ["sits [step] down.", "eats [title] it."],
         },
-        [
-            ("Cooking: A man cooks. He", " sits down."),
-            ("Cooking: A man cooks. He", " eats. it."),
-        ],
+        ["Cooking: A man cooks. He| sits down.", "Cooking: A man cooks. He| eats. it."],
         1,
     ),
     "piqa": (
         {"goal": "boil water ", "sol1": "Heat it.", "sol2": "Cool it. ", "label": 0},
-        [
-            ("Question: boil water\nAnswer:", " Heat it."),
-            ("Question: boil water\nAnswer:", " Cool it."),
-        ],
+        ["Question: boil water\nAnswer:| Heat it.", "Question: boil water\nAnswer:| Cool it."],
         0,
     ),
     "winograd": (
@@ -167,8 +147,8 @@ ORIGINALS = {
             "label": 0,
         },
         [
-            ("The man lost to the boy because the man", " was slow."),
-            ("The man lost to the boy because the boy", " was slow."),
+            "The man lost to the boy because the man| was slow.",
+            "The man lost to the boy because the boy| was slow.",
         ],
         0,
     ),
@@ -179,13 +159,10 @@ ORIGINALS = {
             "option2": "Joan",
             "answer": "2",
         },
-        [
-            ("Ann helped Joan, so Ann", " was glad."),
-            ("Ann helped Joan, so Joan", " was glad."),
-        ],
+        ["Ann helped Joan, so Ann| was glad.", "Ann helped Joan, so Joan| was glad."],
         1,
     ),
-    "lambada": ({"text": "He took his old hat"}, [("He took his old", " hat")], 0),
+    "lambada": ({"text": "He took his old hat"}, ["He took his old| hat"], 0),
 }
 
 
@@ -215,19 +192,13 @@ def test_original_rows_become_questions(name, hub):
     hub(name, [row])
     (task,) = load(name)
     (item,) = task.items
-    assert (list(zip(item.contexts, item.continuations, strict=True)), item.gold) == (pairs, gold)
+    found = list(map("|".join, zip(item.contexts, item.continuations, strict=True)))
+    assert (found, item.gold) == (pairs, gold)
 
 
 def test_a_possessive_pronoun_and_the_begin_of_a_sentence():
-    text = "Ann saw Joan. Her hat was red."
-    row = {
-        "text": text,
-        "pronoun": "Her",
-        "pronoun_loc": 14,
-        "options": ["The girl", "Ann"],
-        "label": 1,
-    }
-    item = icl_hub.winograd(row)
+    row = {"text": "Ann saw Joan. Her hat was red.", "pronoun": "Her", "pronoun_loc": 14}
+    item = icl_hub.winograd(row | {"options": ["The girl", "Ann"], "label": 1})
     assert item["context_options"] == ["Ann saw Joan. The girl's", "Ann saw Joan. Ann's"]
     assert item["continuation"] == " hat was red."
 
@@ -257,82 +228,50 @@ def test_the_hub_cannot_be_reached(tmp_path):
     pytest.importorskip("datasets")
     code = "import config; from evaluation import tasks; "
     code += "config.run(lambda argv: tasks.load('boolq'))"
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "cannot get task boolq (aps/super_glue) from the Hub" in done.stderr
-    assert "--data" in done.stderr
+    env = rooms_on_path() | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "cannot get task boolq" in done.stderr and "--data" in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
-# The real sets, user errors, tasks from a text
+# User errors, tasks from a text
 
 
-@pytest.mark.parametrize(
-    "name, n, choices, most",
-    [("arc_challenge", 1172, 4, 311), ("piqa", 1838, 2, 928), ("winograd", 273, 2, 137)],
-)
-def test_the_real_sets(name, n, choices, most):
-    if not SETS.is_dir():
-        pytest.skip("needs the evaluation sets beside the project")
-    (task,) = load(name, str(SETS))
-    assert len(task.items) == n and {len(item.contexts) for item in task.items} == {choices}
-    gold = [item.gold for item in task.items]
-    assert max(gold.count(g) for g in set(gold)) == most
-    for item in task.items:
-        assert all(c == c.strip() for c in item.contexts)
-        assert all(c[0] == " " and c[1:] == c.strip() for c in item.continuations)
+WRONG_LINES = [  # test_fuzz.py has damaged ones
+    (ICE | {"choices": []}, "choices must list two or more"),
+    (ICE | {"choices": ["a", " "]}, "choices holds an empty text"),
+    (ICE | {"choices": ["a", 1]}, "choices must be text"),
+    (ICE | {"gold": 2}, "gold is 2, expected 0 to 1"),
+    (ICE | {"gold": -1}, "gold is -1"),
+    (ICE | {"gold": "0"}, "gold is '0'"),
+    (ICE | {"gold": True}, "gold is True"),
+    ({"query": "a"}, "exactly one kind"),
+    (ICE | {"context_options": ["a", "b"], "continuation": "c"}, "exactly one kind"),
+    ({"context": "a", "continuation": " "}, "continuation holds an empty text"),
+    ({"context": "a", "continuation": "b"}, "language_modeling"),  # another kind
+]
 
 
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        ("{broken", "line 2 is damaged (Expecting"),
-        ("[1]", "line 2 is damaged (not a JSON object)"),
-        (ICE | {"choices": []}, "line 2: choices must list two or more"),
-        (ICE | {"choices": ["a", " "]}, "line 2: choices holds an empty text"),
-        (ICE | {"choices": ["a", 1]}, "line 2: choices must be text"),
-        (ICE | {"gold": 2}, "line 2: gold is 2, expected 0 to 1"),
-        (ICE | {"gold": -1}, "line 2: gold is -1"),
-        (ICE | {"gold": "0"}, "line 2: gold is '0'"),
-        (ICE | {"gold": True}, "line 2: gold is True"),
-        ({"query": "a"}, "line 2: its keys ['query'] must be those of exactly one kind"),
-        (ICE | {"context_options": ["a", "b"], "continuation": "c"}, "exactly one kind"),
-        ({"context": "a", "continuation": " "}, "line 2: continuation holds an empty text"),
-        (
-            {"context": "a", "continuation": "b"},
-            "line 2 is language_modeling, but the file began with multiple_choice",
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("line, expected", WRONG_LINES, ids=str)
 def test_a_wrong_line_is_named(tmp_path, line, expected):
-    path = write(tmp_path / "a.jsonl", ICE, line)
-    with pytest.raises(UserError) as caught:
-        load(path)
-    message = str(caught.value)
-    assert expected in message
-    assert "a.jsonl" in message
-    assert "\n" not in message
+    message = refusal(load, write(tmp_path / "a.jsonl", ICE, line))
+    assert "a.jsonl" in message and "line 2" in message and expected in message
 
 
 def test_a_task_that_is_not_there(tmp_path):
     for names, data, expected in (
-        ("hellaswg", "", "unknown task 'hellaswg', did you mean 'hellaswag'?"),
-        ("xyzzy", "", "unknown task 'xyzzy', choices: all, arc_challenge"),
+        ("hellaswg", "", "did you mean 'hellaswag'?"),
+        ("xyzzy", "", "choices: all, arc_challenge"),
         ("nothing.jsonl", "", "no file 'nothing.jsonl'"),
         ("nothing.jsonl", str(tmp_path), "neither here nor in"),
-        ("piqa", "nowhere", "no folder 'nowhere' (--data)"),
+        ("piqa", "nowhere", "no folder 'nowhere'"),
         (write(tmp_path / "empty.jsonl"), "", "is empty"),
         (write(tmp_path / "empty.txt"), "", "is empty"),
         (",".join([write(tmp_path / "a.jsonl", ICE)] * 2), "", "names a twice"),
     ):
-        with pytest.raises(UserError) as caught:
-            load(names, data)
-        assert expected in str(caught.value)
+        assert expected in refusal(load, names, data)
 
 
 def test_continuations_are_of_the_text_and_only_one_is_real():
@@ -347,8 +286,7 @@ def test_continuations_are_of_the_text_and_only_one_is_real():
         assert all(choice in text for choice in row["choices"])
         follows = [f"{row['query']} {choice}" in text for choice in row["choices"]]
         assert follows == [number == row["gold"] for number in range(4)]
-    with pytest.raises(UserError, match="too few for 4 different choices"):
-        continuations("a few words", 1)
+    assert "too few" in refusal(continuations, "a few words", 1)
 
 
 def test_the_program_makes_a_task_of_a_file_or_of_prepared_data(tmp_path, tiny_data, capsys):
@@ -359,18 +297,15 @@ def test_the_program_makes_a_task_of_a_file_or_of_prepared_data(tmp_path, tiny_d
         assert len(task.items) == 7
         assert len(task.items[0].contexts) == 3
     assert "7 questions with 3 choices" in capsys.readouterr().out
-    with pytest.raises(UserError, match="no text in 'nothing'"):
-        icl_tasks.main(["nothing", "out.jsonl"])
+    assert "no text in 'nothing'" in refusal(icl_tasks.main, ["nothing", "out.jsonl"])
 
 
-@pytest.mark.parametrize(
-    "flag", ["--n=0", "--choices=1", "--choices=-3", "--context=-5", "--length=0"]
-)
+@pytest.mark.parametrize("flag", ["--n=0", "--choices=1", "--context=-5", "--length=0"])
 def test_a_task_that_cannot_be_made_is_refused(tmp_path, flag):
     (tmp_path / "a.txt").write_text("words " * 200)
-    with pytest.raises(UserError, match="must be (at least|from)"):
-        icl_tasks.main([str(tmp_path / "a.txt"), str(tmp_path / "a.jsonl"), flag])
-    assert not (tmp_path / "a.jsonl").exists()
+    out = tmp_path / "a.jsonl"
+    assert "must be " in refusal(icl_tasks.main, [str(tmp_path / "a.txt"), str(out), flag])
+    assert not out.exists()
 
 
 KINDS = {
@@ -403,24 +338,21 @@ def test_a_delimiter_of_ones_own(tmp_path, kind, delimiter):
     (task,) = load(path, delimiter=delimiter)
     (plain,) = load(path)
     for item, bare in zip(task.items, plain.items, strict=True):
-        for i, (context, continuation) in enumerate(
-            zip(item.contexts, item.continuations, strict=True)
-        ):
+        for i, context in enumerate(item.contexts):
             answer = bare.continuations[i].removeprefix(" ")
-            assert context + continuation == bare.contexts[i] + delimiter + answer
-            assert continuation == " " * delimiter.endswith(" ") + answer
+            assert item.continuations[i] == " " * delimiter.endswith(" ") + answer
+            whole = bare.contexts[i] + delimiter + answer
+            assert context + item.continuations[i] == whole
     (shown,) = load(path, delimiter=delimiter, shots=1)
     assert shown.items[0].contexts[0].count(delimiter.rstrip(" ")) >= 2
 
 
 def test_flags_of_questions_are_refused_for_a_text(tmp_path):
     """Beside questions a text may stand."""
-    (tmp_path / "a.txt").write_text("some words")
+    (tmp_path / "b.txt").write_text("some words")
     questions = write(tmp_path / "a.jsonl", *letters(3))
     for flag in ({"shots": 1}, {"delimiter": "\n"}):
-        with pytest.raises(UserError, match=f"{[*flag][0]} sets nothing for plain text: remove it"):
-            load(str(tmp_path / "a.txt"), **flag)
-    (tmp_path / "b.txt").write_text("some words")
+        assert f"{[*flag][0]} sets nothing" in refusal(load, str(tmp_path / "b.txt"), **flag)
     assert len(load(f"{questions},{tmp_path / 'b.txt'}", shots=1)) == 2
 
 

@@ -118,4 +118,3 @@ def test_it_learns_to_answer_what_the_base_cannot(tmp_path):
     printed = run("lessons/spectrum.py", "runs/lora-demo")
     shares = re.findall(r"rank +\d of 8: +([\d.]+)%", printed)
     assert len(shares) == 9 and float(shares[0]) == 0 and shares[-1] == after[1]
-    assert (tmp_path / "runs/lora-demo/spectrum.png").exists() or "matplotlib" in printed

@@ -20,10 +20,6 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [(["murder"], "kill or stop, not 'murder'"), (["kill", "--ranks=5"], "ranks is 5")],
-)
-def test_a_mistake_is_one_line(argv, words):
-    with pytest.raises(UserError, match=words):
-        lost_rank.main(argv)
+def test_a_mistake_is_one_line():
+    with pytest.raises(UserError, match="kill or stop, not 'murder'"):
+        lost_rank.main(["murder"])

@@ -41,6 +41,7 @@ FLAGS = [
 ]
 LARGER = ["--n_heads=8"]
 TIGHT = 1_300_000_000  # bytes: 16 sequences of LARGER never fit
+CPU = torch.device("cpu")
 SMALL = MPTConfig(d_model=32, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=64)
 
 
@@ -55,10 +56,6 @@ def wrong_step(model, optimizer, rows, step, cfg, world, precision):
     if world.global_rank == 1:
         raise ValueError("the step is wrong")
     return train_step(model, optimizer, rows, step, cfg, world, precision)
-
-
-def leaving_step(*args):
-    os._exit(7)
 
 
 def endless_step(model, optimizer, rows, step, cfg, world, precision):
@@ -99,18 +96,14 @@ BOTH = (None, None)
 
 def sizes(output):
     """The sizes that were tried, and the outcome of each: {16: "out of memory", 8: "fits, ..."}."""
-    return {
-        int(size): words
-        for size, words in re.findall(r"^microbatch (\d+): (.*)$", output, re.MULTILINE)
-    }
+    tried = re.findall(r"^microbatch (\d+): (.*)$", output, re.MULTILINE)
+    return {int(size): words for size, words in tried}
 
 
 def record(tmp_path):
     """The sizes on record, in the default run folder."""
-    return [
-        r["microbatch_size"]
-        for r in json.loads((tmp_path / TrainConfig.run_dir / "microbatch.json").read_text())
-    ]
+    records = microbatch.read(tmp_path / TrainConfig.run_dir / "microbatch.json")
+    return [r["microbatch_size"] for r in records]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -135,6 +128,7 @@ def test_an_accelerator_s_want_of_memory_is_known():
 
 
 # An accelerator's error after it is launched; torch before 2.8 has RuntimeError instead.
+# An accelerator's error after it is launched; torch before 2.8 has RuntimeError instead.
 Accelerator = getattr(torch, "AcceleratorError", RuntimeError)
 NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.3\nLast error:\n"
 
@@ -147,14 +141,10 @@ NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27
         Accelerator("CUDA error: out of memory\nCUDA kernel errors might be ..."),
         Accelerator("HIP error: hipErrorOutOfMemory"),
         dist.DistBackendError(NCCL + "Failed to CUDA calloc async 608 bytes"),
-        dist.DistBackendError(NCCL + "Failed to CUDA calloc 4194304 bytes"),
         dist.DistBackendError(NCCL + "Cuda failure 2 'out of memory'"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError(
-            "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"
-        ),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("rocblas_status_memory_error"),
         RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
@@ -203,14 +193,7 @@ def test_half_is_taken_at_the_next_start_under_the_same_circumstances(ranks, tmp
     assert pool(halve, cfg) == [6, 6]  # both at once
     for given, taken in ((12, 6), ("auto", 6), (6, 6), (4, 4)):
         assert pool(fit, replace(cfg, microbatch_size=given)) == [taken, taken]
-    for other in (
-        {"sharding": "DDP"},
-        {"activation_checkpointing": "full"},
-        {"run_dir": str(tmp_path)},
-    ):
-        assert pool(fit, replace(cfg, **other)) == [12, 12]
-    assert pool(fit, cfg, replace(SMALL, n_layers=2)) == [12, 12]
-    assert pool(fit, cfg, SMALL, "bf16") == [12, 12]
+    assert pool(fit, replace(cfg, sharding="DDP")) == [12, 12]
     assert ranks(1)(fit, cfg) == [12]
     assert pool(halve, replace(cfg, microbatch_size=6)) == [3, 3]
     assert pool(fit, cfg) == [3, 3]
@@ -246,51 +229,39 @@ def test_a_trial_fills_the_memory_of_the_first_stage(ranks):
 
 
 def test_half_of_one_says_what_else_helps(tmp_path):
-    world = processes.World(3, 4, 3, 4, torch.device("cpu"))
+    world = processes.World(3, 4, 3, 4, CPU)
     cfg = TrainConfig(run_dir=str(tmp_path / "run"), microbatch_size=1)
-    with pytest.raises(
-        UserError,
-        match="at step 123 on rank 3 .*activation_checkpointing.*sharding.*planning.memory",
-    ):
+    with pytest.raises(UserError, match="step 123 on rank 3 .*activation_checkpointing.*sharding"):
         halve(world, cfg)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_record_is_named(ranks, tmp_path):
-    (tmp_path / "microbatch.json").write_text("[{")
-    with pytest.raises(
-        AssertionError, match=r"microbatch.json is damaged \(Expecting.*\): delete it"
-    ):
-        ranks(1)(fit, TrainConfig(run_dir=str(tmp_path)))
-
-
 RECORDS = {
-    "an object": "{}",
+    "cut off": "[{",
     "a record that is none": '[["microbatch_size", 4]]',
     "half a size": '[{"microbatch_size": 4.5, "reason": "it fits", "circumstances": {}}]',
     "a size of zero": '[{"microbatch_size": 0, "reason": "it fits", "circumstances": {}}]',
     "no reason": '[{"microbatch_size": 4, "circumstances": {}}]',
-    "nested deep": "[" * 100_000,
 }
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_a_record_of_the_wrong_shape_is_named(tmp_path, kind):
+def test_a_damaged_record_is_named(tmp_path, kind):
     path = tmp_path / "microbatch.json"
     path.write_text(RECORDS[kind])
-    with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
-        microbatch.main([str(tmp_path)])
-    with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
-        halve(processes.World(0, 1, 0, 1, torch.device("cpu")), TrainConfig(run_dir=str(tmp_path)))
+    world, cfg = processes.World(0, 1, 0, 1, CPU), TrainConfig(run_dir=str(tmp_path))
+    for use in (lambda: microbatch.main([str(tmp_path)]), lambda: halve(world, cfg)):
+        with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
+            use()
     assert path.read_text() == RECORDS[kind]
 
 
-def test_what_is_on_record_of_other_layouts_stays(tmp_path):
+def test_what_is_on_record_of_other_circumstances_stays(tmp_path):
     """Each is halved in turn: its own record is replaced, and the others stay as they are."""
     cfg = TrainConfig(run_dir=str(tmp_path), microbatch_size=16)
     adapted = replace(cfg, init_from="base", lora_rank=4)
-    world = processes.World(0, 2, 0, 2, torch.device("cpu"))
-    layouts = {
+    world = processes.World(0, 2, 0, 2, CPU)
+    starts = {
         "as it is": (SMALL, cfg, world, "fp32"),
         "sharding": (SMALL, replace(cfg, sharding="DDP"), world, "fp32"),
         "checkpointing": (SMALL, replace(cfg, activation_checkpointing="full"), world, "fp32"),
@@ -305,39 +276,23 @@ def test_what_is_on_record_of_other_layouts_stays(tmp_path):
         "precision": (SMALL, cfg, world, "bf16"),
         "model": (replace(SMALL, n_layers=2), cfg, world, "fp32"),
     }
-    wanted = {}
-    for size in (16, 8, 4):
-        for name, (model_cfg, settings, ranks, precision) in layouts.items():
-            microbatch.halve(
-                model_cfg, replace(settings, microbatch_size=size), ranks, precision, step=7
-            )
-            wanted[name] = size // 2
-            records = microbatch.read(tmp_path / "microbatch.json")
-            found = {
-                other: [
-                    r["microbatch_size"]
-                    for r in records
-                    if r["circumstances"] == microbatch.circumstances_of(*about)
-                ]
-                for other, about in layouts.items()
-            }
-            assert found == {
-                other: [wanted[other]] if other in wanted else [] for other in layouts
-            }, (size, name)
+    for n_started, (model_cfg, settings, ranks, precision) in enumerate(starts.values(), 1):
+        for size in (16, 8):
+            asked = replace(settings, microbatch_size=size)
+            microbatch.halve(model_cfg, asked, ranks, precision, step=7)
+        records = microbatch.read(tmp_path / "microbatch.json")
+        assert [record["microbatch_size"] for record in records] == [4] * n_started
+    recorded = [record["circumstances"] for record in records]
+    assert all(microbatch.circumstances_of(*start) in recorded for start in starts.values())
 
 
 def test_the_program_says_what_is_on_record(tmp_path, capsys):
-    with pytest.raises(
-        UserError, match="^no run folder '.*/nowhere': give one, such as runs/demo$"
-    ):
-        microbatch.main([str(tmp_path / "nowhere")])
     microbatch.main([str(tmp_path)])
     assert capsys.readouterr().out == f"no microbatch is recorded in {tmp_path}\n"
-    (tmp_path / "microbatch.json").write_text(
-        '[{"microbatch_size": 4, "reason": "so", "circumstances": {"ranks": 2}}]'
-    )
+    record = {"microbatch_size": 4, "reason": "so", "circumstances": {"ranks": 2}}
+    (tmp_path / "microbatch.json").write_text(json.dumps([record]))
     microbatch.main([str(tmp_path)])
-    assert capsys.readouterr().out == "2 x ?, ?, ?: microbatch 4, so\n"
+    assert "microbatch 4, so" in capsys.readouterr().out
 
 
 def evaluated_with(world, flags):
@@ -387,13 +342,6 @@ def test_what_fits_is_found_and_kept(fitted, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_circumstances_are_tried_anew(fitted, tmp_path):
-    assert fitted(train_step, "--global_batch_size=8")[1].endswith("takes 8\n")
-    _, log = fitted(train_step, "--global_batch_size=8", "--activation_checkpointing=full")
-    assert list(sizes(log)) == [8] and record(tmp_path) == [8, 8]
-
-
-@pytest.mark.slow
 def test_one_rank_s_want_of_memory_is_everybody_s(fitted, tmp_path):
     """Rank 0 has no limit and would wait forever in a collective."""
     statuses, log = fitted(train_step, *LARGER, limits=(None, TIGHT))
@@ -418,12 +366,6 @@ def test_another_failure_is_told_as_it_is(fitted, tmp_path):
     assert statuses == [2, 2]
     assert "error: the trial step failed: ValueError: the step is wrong\n" in log
     assert not sizes(log) and not (tmp_path / TrainConfig.run_dir).exists()
-
-
-@pytest.mark.slow
-def test_a_death_without_a_word_is_told(fitted):
-    statuses, log = fitted(leaving_step)
-    assert statuses == [2] and "status 7" in log and not sizes(log)
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ from planning.fleet import Fleet
 from planning.step_time import OURS, Constants
 from processes import World
 
+CPU = torch.device("cpu")
+
 
 def agree(world, wishes):
     return vars(reporter.agree(world, *wishes[world.global_rank]))
@@ -69,10 +71,8 @@ def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
 
     monkeypatch.setattr(reporter, "MPT", Gated)
     (line,) = reporter.parameter_warning(cfg)
-    known = flops.n_params(cfg)
-    assert line.startswith(
-        f"WARNING: model.py has {known + 48 * 192:,} parameters: memory, FLOPs and MFU are those"
-    )
+    n_params = flops.n_params(cfg) + 48 * 192
+    assert line.startswith(f"WARNING: model.py has {n_params:,} parameters")
 
 
 @pytest.mark.parametrize(
@@ -81,48 +81,35 @@ def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
 )
 def test_a_team_on_several_nodes_is_warned_of(tp, local_size, fix):
     """Teams are neighbours: of six ranks a node, 4 to 7 are one team, and 6 is on the next node."""
-    world = World(0, 48, 0, local_size, torch.device("cpu"))
+    world = World(0, 48, 0, local_size, CPU)
     lines = reporter.team_warning(TrainConfig(tp=tp), world)
     assert len(lines) == (fix is not None)
-    for line in lines:
-        assert f"tp {tp} on nodes of {local_size} ranks" in line
-        assert line.endswith(f"; --tp={fix} stays within a node")
+    assert all(f"--tp={fix} " in line for line in lines)
 
 
 @pytest.mark.parametrize(
     "batch, microbatch, sharding, words",
     [
-        (32, 1, "ZERO1", []),
-        (32, 1, "DDP", []),
-        (32, 2, "FULL_SHARD", ["FULL_SHARD gathers a stage's weights in each of its 8 microb"]),
-        (
-            32,
-            8,
-            "ZERO1",
-            [
-                "WARNING: 2 microbatches never fill 4 stages: each waits for 60% of a step; "
-                "set --microbatch_size=4, or --global_batch_size=64"
-            ],
-        ),
-        (6, 2, "ZERO1", ["WARNING: 2 microbatches never fill 4 stages"]),
+        (32, 1, "ZERO1", ""),
+        (32, 1, "DDP", ""),
+        (32, 2, "FULL_SHARD", "FULL_SHARD gathers a stage's weights in each of its 8 microb"),
+        (32, 8, "ZERO1", "WARNING: 2 microbatches never fill 4 stages: each waits for 60% of"),
+        (6, 2, "ZERO1", "WARNING: 2 microbatches never fill 4 stages"),
     ],
 )
 def test_stages_are_warned_of_what_costs_them_time(batch, microbatch, sharding, words):
     """Two data-parallel ranks, four stages. What the message advises ends the warning."""
     cfg = TrainConfig(global_batch_size=batch, microbatch_size=microbatch, sharding=sharding, pp=4)
-    world = World(0, 8, 0, 8, torch.device("cpu"), dp_rank=0, dp_size=2, pp_size=4)
-    n_microbatches = math.ceil(batch / 2 / microbatch)
-    lines = reporter.stage_warnings(cfg, world, n_microbatches)
-    assert len(lines) == len(words)
-    for line, begin in zip(lines, words, strict=True):
-        assert line.startswith(begin)
-    if lines and "WARNING" in lines[0]:
+    world = World(0, 8, 0, 8, CPU, dp_rank=0, dp_size=2, pp_size=4)
+    lines = reporter.stage_warnings(cfg, world, math.ceil(batch / 2 / microbatch))
+    assert len(lines) == bool(words) and "".join(lines).startswith(words)
+    if "WARNING" in words:
         for name, number in re.findall(r"--(\w+)=(\d+)", lines[0]):
             better = replace(cfg, **{name: int(number)})
             rows = better.global_batch_size // 2
             assert rows / better.microbatch_size >= 4
             assert not reporter.stage_warnings(better, world, rows // better.microbatch_size)
-    alone = World(0, 8, 0, 8, torch.device("cpu"))
+    alone = World(0, 8, 0, 8, CPU)
     assert reporter.stage_warnings(replace(cfg, pp=1), alone, 1) == []
 
 
@@ -139,7 +126,7 @@ class Lagging:
             SimpleNamespace(row=self.row, stop_signal=0),
             MPTConfig(d_model=32, n_heads=2, n_layers=1),
             cfg,
-            World(0, 1, 0, 1, torch.device("cpu")),
+            World(0, 1, 0, 1, CPU),
             None,
             self.cadence,
             SimpleNamespace(settled=lambda: True),
@@ -192,23 +179,23 @@ def test_data_that_is_read_several_times_is_pointed_out(tiny_data):
     """In an epoch that is usual; in a step it is not. What the warning advises ends it."""
     dataset = data.Dataset(tiny_data, MPTConfig(max_seq_len=8192, vocab_size=257))
     n = len(dataset.train)
-    assert n > 4
 
     def lines(batch, dp_size, max_steps=1):
         cfg = TrainConfig(global_batch_size=batch, max_steps=max_steps)
-        world = World(0, dp_size, 0, dp_size, torch.device("cpu"), 0, dp_size)
+        world = World(0, dp_size, 0, dp_size, CPU, 0, dp_size)
         return reporter.describe_data(dataset, cfg), reporter.batch_warning(cfg, world, dataset)
 
+    assert n > 4
     assert "epochs" not in lines(n, 1)[0] and not lines(n, 1)[1]
-    assert lines(n, 1, max_steps=3)[0].endswith(" training tokens; the run makes 3.0 epochs")
-    assert lines(n, 1, max_steps=950)[0].endswith("the run makes 950 epochs")
+    assert "3.0 epochs" in lines(n, 1, max_steps=3)[0]
+    assert "950 epochs" in lines(n, 1, max_steps=950)[0]
     for dp_size in (1, 4):
         (line,) = lines(128 * n, dp_size)[1]
-        assert f"a step reads all {n} windows 128 times: lower --global_batch_size to " in line
-        fitting = int(re.search(r"size to (\d+),", line)[1])
+        assert f"all {n} windows 128 times" in line
+        fitting = int(re.search(r"--global_batch_size to (\d+),", line)[1])
         assert fitting % dp_size == 0 and not lines(fitting, dp_size)[1]
     (line,) = lines(2 * n, 2 * n)[1]
-    assert line.endswith("2 times: use more text")  # so many ranks have no smaller batch
+    assert "use more text" in line  # so many ranks have no smaller batch
 
 
 ADAPTED = TrainConfig(init_from="base", lora_rank=4, lora_last_blocks=1, lora_train="norms")
@@ -220,9 +207,8 @@ def test_a_run_with_adapters_says_what_it_trains_and_counts_their_flops():
     assert n_trained == 4 * (2 + 4 + 5 + 5) * 64 + (4 * 2 + 2) * 64  # adapters; norms and biases
     n_params = flops.n_params(m)
     (line,) = reporter.describe_adapters(ADAPTED, n_trained, n_params)
-    assert line.startswith(f"{n_trained:,} parameters are trained, {n_trained / n_params:.2%} of")
-    layers = "Wqkv, out_proj, up_proj, down_proj of the last 1 blocks, and norms"
-    assert line.endswith(f"adapters of rank 4 on {layers}")
+    for words in (f"{n_trained:,} parameters", f"{n_trained / n_params:.2%}", "and norms"):
+        assert words in line
     needed = reporter.flops_per_token(m, ADAPTED)
     assert needed == matmuls.flops_of_run(m, ADAPTED) < flops.train_flops_per_token(m)
 
@@ -245,10 +231,9 @@ def resumed(step: int, *flags: str) -> tuple[TrainConfig, list[str]]:
 @pytest.mark.parametrize(
     "step, flag, words",
     [
-        (12, "max_steps=200", "max_steps 12 (here 200): the learning rate goes from 3.66e-04 to "),
-        (12, "max_steps=200", "to 2.98e-03 at step 13; to stay at 3.66e-04: --schedule="),
+        (12, "max_steps=200", "goes from 3.66e-04 to 2.98e-03 at step 13"),
         (9, "lr=1e-4", "lr 0.003 (here 0.0001): the learning rate goes from 1.23e-03 to 2.85e-05"),
-        (9, "schedule=constant", "schedule cosine (here constant): the learning rate goes from "),
+        (9, "schedule=constant", "schedule cosine (here constant)"),
         (9, "max_steps=12", ""),  # nothing has changed
         (9, "beta1=0.8", ""),
         (12, "max_steps=12", ""),  # no step is left
@@ -277,22 +262,17 @@ def test_the_time_of_a_run_is_planned_before_it_starts(device, monkeypatch):
     """On devices that planning knows; the figures are those of `python plan.py`."""
     m = MPTConfig(d_model=2048, n_heads=16, n_layers=24, max_seq_len=2048)
     cfg = TrainConfig(global_batch_size=64, microbatch_size=4, max_steps=1000)
-    world = World(0, 8, 0, 8, torch.device("cpu"))
     row = devices.by_name(device)
     monkeypatch.setattr(devices, "identify", lambda _: row)
-    line = reporter.planned_time(m, cfg, world, "bf16", None, first=400)
+    line = reporter.planned_time(m, cfg, World(0, 8, 0, 8, CPU), "bf16", None, first=400)
     seconds = search.evaluate(m, cfg, Fleet(row, 8, 8), Constants(), OURS).seconds["step"]
     assert f"planned: {seconds:.3g} s a step" in line
-    assert f"{datetime.timedelta(seconds=round(600 * seconds))} for 600 steps, probably" in line
+    assert f"{datetime.timedelta(seconds=round(600 * seconds))} for 600 steps" in line
 
 
+# A CPU; fp32, while planning knows 16 bits; 3 tensor ranks, which do not divide this model.
 @pytest.mark.parametrize(
-    "row, precision, tp",
-    [
-        (None, "bf16", 1),  # a CPU
-        ("h100", "fp32", 1),  # planning knows 16 bits
-        ("h100", "bf16", 3),  # which does not divide this model
-    ],
+    "row, precision, tp", [(None, "bf16", 1), ("h100", "fp32", 1), ("h100", "bf16", 3)]
 )
 def test_where_planning_knows_nothing_a_matmul_says_how_long_it_takes_at_least(
     row, precision, tp, monkeypatch
@@ -300,14 +280,12 @@ def test_where_planning_knows_nothing_a_matmul_says_how_long_it_takes_at_least(
     monkeypatch.setattr(devices, "identify", lambda _: row and devices.by_name(row))
     monkeypatch.setattr(devices, "measure_peak", lambda device, dtype, seconds: 1e12)
     m, cfg = MPTConfig(n_layers=3), TrainConfig(pp=2, tp=tp, max_steps=90)
-    world = World(0, 2, 0, 2, torch.device("cpu"))
+    world = World(0, 2, 0, 2, CPU)
     n_flops = cfg.global_batch_size * m.max_seq_len * flops.train_flops_per_token(m)
     for peak, rate in ((None, 2e12), (4e12, 4e12)):  # not known: that of two ranks is measured
         line = reporter.planned_time(m, cfg, world, precision, peak, first=30)
-        assert line.startswith(f"time: at least {n_flops / rate:.3g} s a step, ")
-        left = datetime.timedelta(seconds=round(60 * n_flops / rate))
-        assert f" {left} for 60 steps, since a matmul reaches {rate / 1e12:g} TFLOP/s" in line
-        assert line.endswith("the lines after step 1 say how much is left")
+        assert f"at least {n_flops / rate:.3g} s a step" in line
+        assert f" {datetime.timedelta(seconds=round(60 * n_flops / rate))} for 60 steps" in line
 
     endless = reporter.planned_time(m, replace(cfg, max_steps=10**15), world, precision, None, 0)
     assert "unknown time for 1,000,000,000,000,000 steps" in endless

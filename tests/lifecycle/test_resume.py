@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -84,53 +84,39 @@ DAMAGES = {
     "flipped": (flipped("__1_0.distcp", 100_000), r"__1_0\.distcp: checksum differs"),
     "first byte": (flipped("__0_0.distcp", 0), r"__0_0\.distcp: checksum differs"),
     "last byte": (flipped("__0_0.distcp", -1), r"__0_0\.distcp: checksum differs"),
-    "no shard": (without("__0_0.distcp"), r"__0_0\.distcp: missing"),
     "no .metadata": (without(".metadata"), r"\.metadata: missing"),
-    "flipped .metadata": (flipped(".metadata", 50), r"\.metadata: checksum differs"),
     "flipped meta.json": (flipped("meta.json", 30), r"meta\.json: checksum differs"),
     "no checksums": (without("checksums.json"), NO_CHECKSUMS),
     "half of them": (cut("checksums.json", 40), NO_CHECKSUMS),
     "none of them": (lambda path: (path / "checksums.json").write_text("{}"), NO_CHECKSUMS),
-    "flipped ones": (flipped("checksums.json", 0), NO_CHECKSUMS),
     "nothing left": (lambda path: [file.unlink() for file in path.iterdir()], NO_CHECKSUMS),
 }
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_named_and_the_one_before_is_used(
-    ranks, two_saved, tmp_path, damage, size
-):
+def test_a_damaged_one_is_named_and_the_one_before_is_used(ranks, two_saved, tmp_path, damage):
     run = shutil.copytree(two_saved, tmp_path / "run")
     spoil, fault = DAMAGES[damage]
-    spoil(run / "checkpoints" / "step-2")
-    answer, lines = chosen(ranks, size, replace(RUN, run_dir=str(run)))
-    assert answer == run / "checkpoints" / "step-1"
-    (line,) = lines
-    start = re.escape(f"{run}/checkpoints/step-2 is damaged (")
-    assert re.fullmatch(
-        start + fault + r"\): it is kept as step-2\.damaged, resuming from step-1", line
-    ), line
+    spoil(run / "checkpoints/step-2")
+    answer, (line,) = chosen(ranks, 2, replace(RUN, run_dir=str(run)))
+    assert answer == run / "checkpoints/step-1"
+    assert re.search(rf"step-2 is damaged \({fault}\): it is kept as step-2\.damaged", line), line
     assert names(run) == ["step-1", "step-2.damaged"]
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_sound_one_is_sound(ranks, two_saved, size):
-    assert ranks(size)(verify, two_saved / "checkpoints" / "step-2") == [None] * size
-    assert chosen(ranks, size, replace(RUN, run_dir=str(two_saved))) == (
-        two_saved / "checkpoints" / "step-2",
-        [],
-    )
+    path = two_saved / "checkpoints/step-2"
+    assert ranks(size)(verify, path) == [None] * size
+    assert chosen(ranks, size, replace(RUN, run_dir=str(two_saved))) == (path, [])
 
 
 def test_every_file_has_its_checksum(two_saved):
-    path = two_saved / "checkpoints" / "step-2"
-    files = {
-        file.name: file.read_bytes() for file in path.iterdir() if file.name != "checksums.json"
-    }
-    assert set(files) == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
-    wanted = {name: [len(content), binascii.crc32(content)] for name, content in files.items()}
-    assert json.loads((path / "checksums.json").read_text()) == wanted
+    path = two_saved / "checkpoints/step-2"
+    contents = {file.name: file.read_bytes() for file in path.iterdir()}
+    sums = json.loads(contents.pop("checksums.json"))
+    assert set(contents) == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
+    assert sums == {name: [len(data), binascii.crc32(data)] for name, data in contents.items()}
 
 
 def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
@@ -138,38 +124,28 @@ def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
     run = shutil.copytree(two_saved, tmp_path / "run")
     cfg = replace(RUN, run_dir=str(run))
     for kept in ("step-2.damaged", "step-2.damaged-2"):
-        (run / "checkpoints" / "step-2" / ".metadata").unlink()
+        (run / "checkpoints/step-2/.metadata").unlink()
         assert chosen(ranks, 2, cfg)[0].name == "step-1"
         assert kept in names(run)
         ranks(2)(save_several, cfg, [2])
-        assert chosen(ranks, 2, cfg) == (run / "checkpoints" / "step-2", [])
+        assert chosen(ranks, 2, cfg) == (run / "checkpoints/step-2", [])
     for name in ("step-1", "step-2"):
         flip(run / "checkpoints" / name / "meta.json", 5)
     answer, lines = chosen(ranks, 2, cfg)
-    assert (
-        answer is None
-        and len(lines) == 2
-        and all(line.endswith(", starting a new run") for line in lines)
-    )
+    assert answer is None and len(lines) == 2
+    assert all(line.endswith(", starting a new run") for line in lines)
     assert not checkpoint.complete(run / "checkpoints")
 
 
 def test_a_damaged_one_that_was_asked_for_is_an_error(ranks, two_saved, tmp_path):
     run = shutil.copytree(two_saved, tmp_path / "run")
-    newest = run / "checkpoints" / "step-2"
-    assert chosen(ranks, 2, replace(RUN, run_dir=str(tmp_path / "new"), resume=str(newest))) == (
-        newest,
-        [],
-    )
+    newest = run / "checkpoints/step-2"
+    cfg = replace(RUN, run_dir=str(tmp_path / "new"))
+    assert chosen(ranks, 2, replace(cfg, resume=str(newest))) == (newest, [])
     flip(newest / "__1_0.distcp", 70)
     for asked in (run, newest):
-        answer, lines = chosen(
-            ranks, 2, replace(RUN, run_dir=str(tmp_path / "new"), resume=str(asked))
-        )
-        assert (
-            answer.startswith(f"UserError: {newest} is damaged (__1_0.distcp: checksum differs): ")
-            and not lines
-        )
+        answer, lines = chosen(ranks, 2, replace(cfg, resume=str(asked)))
+        assert answer.startswith(f"UserError: {newest} is damaged (__1_0.distcp: ") and not lines
     assert names(run) == ["step-1", "step-2"]
 
 
@@ -185,21 +161,20 @@ def test_the_rules_of_resume(ranks, tmp_path):
     paths = [made_up(run, step) for step in (9, 10)]
     for asked in ("auto", "again"):
         assert chosen(ranks, 2, replace(cfg, resume=asked)) == (paths[1], [])
-    answer, _ = chosen(ranks, 2, replace(cfg, resume="never"))
-    assert answer.startswith(f"UserError: {run} holds {paths[1]}: set --resume=auto")
-    answer, _ = chosen(ranks, 2, replace(cfg, resume=str(paths[0])))
-    assert answer.startswith(f"UserError: {run} holds {paths[1]}, which is later than {paths[0]}")
-    answer, _ = chosen(ranks, 2, replace(cfg, resume=str(tmp_path)))
-    assert answer.startswith("UserError: no checkpoint in")
+    for asked, words in [
+        ("never", f"{run} holds {paths[1]}: set --resume=auto"),
+        (str(paths[0]), f"{run} holds {paths[1]}, which is later than {paths[0]}"),
+        (str(tmp_path), "no checkpoint in"),
+    ]:
+        answer, _ = chosen(ranks, 2, replace(cfg, resume=asked))
+        assert answer.startswith(f"UserError: {words}")
     elsewhere = replace(cfg, run_dir=str(tmp_path / "other"), resume=str(paths[0]))
     assert chosen(ranks, 2, elsewhere) == (paths[0], [])
     assert names(run) == ["step-10", "step-9"]
     finished = replace(cfg, max_steps=10)
     assert chosen(ranks, 2, finished) == (paths[1], [])
-    assert chosen(ranks, 2, replace(finished, resume="again")) == (
-        None,
-        [f"the finished run is kept in {run}-1, starting a new run"],
-    )
+    answer, (line,) = chosen(ranks, 2, replace(finished, resume="again"))
+    assert answer is None and f"{run}-1" in line
     assert names(tmp_path / "run-1") == ["step-10", "step-9"]
 
 
@@ -211,8 +186,7 @@ def test_a_run_that_was_imported_does_not_start_anew_without_its_weights(ranks, 
     assert chosen(ranks, 1, cfg)[0].name == "step-10"  # not finished
     flip(run / "checkpoints/step-10/meta.json", 5)
     answer, _ = chosen(ranks, 2, replace(cfg, max_steps=5))
-    words = f"UserError: {run} began from weights that were imported, which a new run would lose: "
-    assert answer == words + "import them again into another --run_dir"
+    assert answer.startswith(f"UserError: {run} began from weights that were imported")
     assert names(run) == ["step-0", "step-10", "step-5"]
     answer, lines = chosen(ranks, 1, replace(cfg, max_steps=5, skip_steps="2:3"))
     assert answer.name == "step-0" and lines[0].endswith("resuming from step-0")
@@ -243,18 +217,15 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
     for step in (100, 119, 120, 130):
         made_up(tmp_path, step, skip_steps="")
     made_up(tmp_path, 160, skip_steps="140:150")
-    answer, lines = chosen(
-        ranks, 1, replace(RUN, run_dir=str(tmp_path), max_steps=200, skip_steps=skip)
-    )
+    cfg = replace(RUN, run_dir=str(tmp_path), max_steps=200, skip_steps=skip)
+    answer, lines = chosen(ranks, 1, cfg)
     assert answer == (usable and tmp_path / "checkpoints" / f"step-{usable}")
     replaced = [step for step in (160, 130, 120, 119, 100) if step > (usable or 0)]
     end = f"resuming from step-{usable}" if usable else "starting a new run"
-    assert lines == [
-        f"{tmp_path}/checkpoints/step-{step} was trained on steps that "
-        f"--skip_steps={skip} now skips: "
-        f"it is kept as step-{step}.replaced, {end}"
-        for step in replaced
-    ]
+    assert len(lines) == len(replaced)
+    for step, line in zip(replaced, lines, strict=True):
+        assert f"--skip_steps={skip} " in line
+        assert line.endswith(f"it is kept as step-{step}.replaced, {end}")
     assert len(checkpoint.complete(tmp_path / "checkpoints")) == 5 - len(replaced)
 
 
@@ -262,15 +233,16 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
 def test_a_restart_goes_on_whatever_the_first_start_was_asked(ranks, tmp_path, by):
     """The first start has done what --resume asked for. A finished run is not moved aside."""
     run, old = tmp_path / "run", made_up(tmp_path / "old", 3)
-    assert ranks(1)(choose_again, replace(RUN, run_dir=str(run), resume=str(old)), by) == [
-        old
-    ]  # not done yet
+    cfg = replace(RUN, run_dir=str(run), max_steps=9)
+    ((answer, _),) = ranks(1)(choose_again, replace(cfg, resume=str(old)), by)
+    assert answer == old  # not done yet
     for asked in ("never", "again", str(old)):
-        cfg = replace(RUN, run_dir=str(run), resume=asked, max_steps=9)
+        asking = replace(cfg, resume=asked)
         if asked != "again":
             newest = made_up(run, 9 if asked == "never" else 10)
-            assert chosen(ranks, 1, cfg)[0].startswith("UserError: ")
-        assert ranks(1)(choose_again, cfg, by) == [newest]
+            assert chosen(ranks, 1, asking)[0].startswith("UserError: ")
+        ((answer, _),) = ranks(1)(choose_again, asking, by)
+        assert answer == newest
 
 
 def begun(run, asked, resumed):
@@ -314,32 +286,30 @@ def test_a_run_does_not_go_on_where_it_was_asked_to_go_back(ranks, tmp_path, ask
     begun(tmp_path / "run", asked, earlier)
     cfg = replace(RUN, run_dir=str(tmp_path / "run"), resume=str(earlier), max_steps=20)
     answer, _ = chosen(ranks, 1, cfg)
-    problem = f"UserError: {tmp_path}/run holds {newest}, which is later than {earlier}: "
-    assert answer == problem + "set --resume=auto to go on from there, or another --run_dir"
+    assert f"holds {newest}, which is later than {earlier}: set --resume=auto" in answer
 
 
-def settings_under(heading):
-    """The names of the settings in a group of TrainConfig, by the comments in its source."""
-    _, begins = config.comments_of(TrainConfig)
-    group, names = "", []
-    for field in fields(TrainConfig):
-        group = begins.get(field.name, group)
-        names += [field.name] * (group == heading)
-    return names
-
-
-# Another value of each setting that is no number.
+# Another value of settings that decide the weights at the end of a run.
 OTHERWISE = {
+    "lr": 1e-4,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "adam_eps": 1e-3,
+    "decoupled_weight_decay": 0.5,
+    "grad_clip": 2.0,
+    "z_loss": 0.1,
     "schedule": "constant",
+    "warmup_steps": 1,
+    "alpha_f": 0.5,
     "lr_one_step_late": True,
+    "max_steps": 4,
     "init_from": "b",
     "precision": "fp32",
+    "resid_pdrop": 0.5,
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*settings_under("optimizer"), "max_steps", "init_from", "precision", "resid_pdrop"]
-)
+@pytest.mark.parametrize("name", OTHERWISE)
 def test_a_finished_run_says_so_unless_it_would_be_another_one(name):
     """What decides the weights at its end counts; how the ranks share the work does not."""
     cfg = replace(RUN, max_steps=9)
@@ -348,25 +318,18 @@ def test_a_finished_run_says_so_unless_it_would_be_another_one(name):
     layout = {"sharding": "DDP", "tp": 2, "microbatch_size": "auto", "compile": True}
     same = replace(cfg, **layout, keep_last=9, precision="auto")
     line = resume.finished(start, MODEL, same)
-    assert "step-9 has all 9 steps" in line and "--max_steps" in line and "--resume=again" in line
+    assert "step-9 has all 9 steps" in line and "--resume=again" in line
 
-    changed = [MODEL, same]
-    which = name not in MODEL.__dict__
-    old = getattr(changed[which], name)
-    value = OTHERWISE[name] if name in OTHERWISE else type(old)(old / 2 or 0.5)
-    changed[which] = replace(changed[which], **{name: value})
-    problem = rf"another run: {name} .* \(here {value}\).*--resume=again"
-    with pytest.raises(UserError, match=problem):
+    change = {name: OTHERWISE[name]}
+    of_model = name in MODEL.__dict__
+    changed = (replace(MODEL, **change), same) if of_model else (MODEL, replace(same, **change))
+    with pytest.raises(UserError, match=rf"another run: {name} .* \(here {OTHERWISE[name]}\)"):
         resume.finished(start, *changed)
 
 
-def choose_again(world, cfg, by):
+def choose_again(world, cfg, by="TORCHELASTIC_RESTART_COUNT"):
+    """`choose` in a start of a launcher that starts a failed run again."""
     with mock.patch.dict(os.environ, {by: "1"}):
-        return resume.choose(cfg)
-
-
-def choose_after_restart(world, cfg):
-    with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
         return choose(world, cfg)
 
 
@@ -376,18 +339,10 @@ def test_a_restart_without_a_sound_checkpoint_does_not_start_anew(ranks, two_sav
     cfg = replace(RUN, run_dir=str(run))
     for name in ("step-1", "step-2"):
         flip(run / "checkpoints" / name / "__0_0.distcp", 70)
-    for _ in range(2):
-        for answer, lines in ranks(2)(choose_after_restart, cfg):
-            assert answer.startswith(
-                f"UserError: {run} has no sound checkpoint any more ({run}/checkpoints/step-2 is "
-            )
-            assert (
-                answer.endswith("give the command again by hand to start at step 0") and not lines
-            )
-        assert names(run) == [
-            "step-1",
-            "step-2",
-        ]  # nothing changed, so the next restart refuses as well
+    for _ in range(2):  # nothing has changed, so the next restart refuses as well
+        for answer, lines in ranks(2)(choose_again, cfg):
+            assert answer.startswith(f"UserError: {run} has no sound checkpoint") and not lines
+        assert names(run) == ["step-1", "step-2"]
     answer, lines = chosen(ranks, 2, cfg)
     assert answer is None and len(lines) == 2 and names(run) == ["step-1.damaged", "step-2.damaged"]
 
@@ -423,20 +378,17 @@ def choose_as_anyone(world, cfg):
         return choose(world, cfg)
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "hidden", ["", "step-2", "step-2/__1_0.distcp", "step-2/.metadata", "step-2/checksums.json"]
 )
-def test_what_may_not_be_read_is_neither_absent_nor_damaged(
-    ranks, two_saved, anyones, hidden, size
-):
+def test_what_may_not_be_read_is_neither_absent_nor_damaged(ranks, two_saved, anyones, hidden):
     run = shutil.copytree(two_saved, anyones / "run")
     for folder in (run, run / "checkpoints"):
         folder.chmod(0o777)  # so a checkpoint could be given another name
     path = run / "checkpoints" / hidden
     before = path.stat().st_mode
     path.chmod(0)
-    answers = ranks(size)(choose_as_anyone, replace(RUN, run_dir=str(run)))
+    answers = ranks(2)(choose_as_anyone, replace(RUN, run_dir=str(run)))
     path.chmod(before)
     for answer, lines in answers:
         assert answer.startswith("UserError: ") and "Permission denied" in answer and not lines
@@ -457,40 +409,33 @@ def check_program(world, folder):
 
 def test_the_program_says_whether_all_are_sound(ranks, two_saved, tmp_path):
     run = shutil.copytree(two_saved, tmp_path / "run")
-    (run / "checkpoints" / "step-²").mkdir()
+    (run / "checkpoints/step-²").mkdir()
     lines = [f"{run}/checkpoints/step-{n}: sound\n" for n in (1, 2)]
     assert ranks(1)(check_program, run) == [(0, "".join(lines))]
-    flip(run / "checkpoints" / "step-1" / "__0_0.distcp", 70)
+    flip(run / "checkpoints/step-1/__0_0.distcp", 70)
     lines[0] = f"{run}/checkpoints/step-1: __0_0.distcp: checksum differs\n"
-    assert [status for status, _ in ranks(2)(check_program, run)] == [1, 1]
     assert ranks(1)(check_program, run) == [(1, "".join(lines))]
-    for nothing in (tmp_path / "nowhere", tmp_path):
-        ((status, text),) = ranks(1)(check_program, nothing)
-        assert status == 2 and text.startswith("no checkpoint in")
+    assert [status for status, _ in ranks(2)(check_program, run)] == [1, 1]
+    ((status, text),) = ranks(1)(check_program, tmp_path)
+    assert status == 2 and text.startswith("no checkpoint in")
 
 
 def unreadable(world, path):
     """What verify raises if one rank does not see the folder, as on a node without the mount."""
     hidden = path if world.global_rank == 0 else path.with_name("elsewhere")
-    with mock.patch.object(
-        checkpoint_files, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)
-    ):
-        try:
-            return checkpoint.verify(path)
-        except UserError as error:
-            return f"UserError: {error}"
-
-
-checkpoint_fault = checkpoint_files.fault
+    fault = checkpoint_files.fault
+    looking_there = mock.patch.object(
+        checkpoint_files, "fault", lambda file, *rest: fault(hidden / file.name, *rest)
+    )
+    with looking_there, pytest.raises(UserError) as error:
+        checkpoint.verify(path)
+    return str(error.value)
 
 
 def test_a_node_that_does_not_see_the_folder_is_no_damage(ranks, two_saved):
-    path = two_saved / "checkpoints" / "step-2"
-    answers = ranks(2)(unreadable, path)
-    assert len(set(answers)) == 1
-    assert re.fullmatch(
-        rf"UserError: rank 1 on \S+ cannot read {path}: No such file or directory", answers[0]
-    )
+    path = two_saved / "checkpoints/step-2"
+    (answer,) = set(ranks(2)(unreadable, path))
+    assert re.fullmatch(rf"rank 1 on \S+ cannot read {path}: No such file or directory", answer)
 
 
 def test_damage_and_steps_to_skip_together(ranks, tmp_path):
@@ -500,12 +445,9 @@ def test_damage_and_steps_to_skip_together(ranks, tmp_path):
     answer, lines = chosen(ranks, 2, cfg)
     assert answer == paths[5] and len(lines) == 3
     assert names(tmp_path) == ["step-10.damaged", "step-15.replaced", "step-20.replaced", "step-5"]
-    elsewhere = replace(
-        cfg, run_dir=str(tmp_path / "new"), resume=str(made_up(tmp_path / "old", 15))
-    )
-    assert chosen(ranks, 2, elsewhere)[0].startswith(
-        f"UserError: {tmp_path}/old/checkpoints/step-15 was trained on"
-    )
+    old = made_up(tmp_path / "old", 15)
+    elsewhere = replace(cfg, run_dir=str(tmp_path / "new"), resume=str(old))
+    assert chosen(ranks, 2, elsewhere)[0].startswith(f"UserError: {old} was trained on")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -544,10 +486,9 @@ def test_a_checkpoint_from_before_a_setting_had_its_default():
 
 @pytest.mark.parametrize("key", OTHER)
 def test_another_model_is_refused_by_name(key):
-    with pytest.raises(
-        UserError, match=rf"another model: {key} {META[key]} \(here {OTHER[key]}\)\. "
-    ):
-        resume.check_same(Path("x"), META, replace(MODEL, **{key: OTHER[key]}), RUN, "f00")
+    here = replace(MODEL, **{key: OTHER[key]})
+    with pytest.raises(UserError, match=rf"another model: {key} .* \(here {OTHER[key]}\)"):
+        resume.check_same(Path("x"), META, here, RUN, "f00")
 
 
 @pytest.mark.parametrize(
@@ -555,22 +496,18 @@ def test_another_model_is_refused_by_name(key):
     [
         ({"seed": 3}, "f00", "seed 1337 (here 3)"),
         ({"global_batch_size": 24}, "f00", "global_batch_size 12 (here 24)"),
-        ({}, "ba2", "data f00 (here ba2)"),
         ({"seed": 3}, "ba2", "seed 1337 (here 3), data f00 (here ba2)"),
     ],
 )
 def test_another_order_of_the_data_is_refused_by_name(change, fingerprint, names):
     with pytest.raises(UserError) as caught:
         resume.check_same(Path("x"), META, MODEL, replace(RUN, **change), fingerprint)
-    assert names in str(caught.value) and "\n" not in str(caught.value)
+    assert names in str(caught.value)
 
 
 def test_an_imported_run_says_how_to_begin_from_it():
-    with pytest.raises(
-        UserError,
-        match="was imported from mpt-7b, not trained here: begin with --init_from=runs/b ",
-    ):
-        imported = META | {"data_fingerprint": "imported from mpt-7b"}
+    imported = META | {"data_fingerprint": "imported from mpt-7b"}
+    with pytest.raises(UserError, match="imported from mpt-7b.*--init_from=runs/b "):
         resume.check_same(Path("runs/b/checkpoints/step-0"), imported, MODEL, RUN, "f00")
 
 
@@ -612,18 +549,10 @@ def test_imported_adapters_train_on_packed_rows_of_another_length():
 
 
 def test_what_may_change_may_change():
-    model = replace(
-        MODEL,
-        attn_impl="sdpa",
-        attn_pdrop=0.1,
-        emb_pdrop=0.1,
-        resid_pdrop=0.1,
-        norm_type="layernorm",
-    )
-    run = TrainConfig(
-        global_batch_size=12, microbatch_size=1, lr=1.0, max_steps=77, sharding="DDP", run_dir="y"
-    )
-    resume.check_same(Path("x"), META, model, run, "f00")
+    dropout = {"attn_pdrop": 0.1, "emb_pdrop": 0.1, "resid_pdrop": 0.1}
+    model = replace(MODEL, attn_impl="sdpa", norm_type="layernorm", **dropout)
+    how = {"microbatch_size": 1, "lr": 1.0, "max_steps": 77, "sharding": "DDP", "run_dir": "y"}
+    resume.check_same(Path("x"), META, model, TrainConfig(global_batch_size=12, **how), "f00")
 
 
 @pytest.mark.parametrize(

@@ -5,29 +5,24 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import config
 from config import MPTConfig, TrainConfig, UserError
-from lifecycle import microbatch, plot, runlog
+from lifecycle import plot, runlog
 from lifecycle.lease import Lease
 
 
 def row(step, **more):
-    numbers = dict(
-        tokens=step * 8, loss=5.0, lr=1e-3, grad_norm=1.0, tokens_per_second=1000.0, mfu=0.5
-    )
-    return {"step": step, **numbers, "memory_gb": 0.1, "seconds": 2.0, **more}
+    numbers = {"tokens": step * 8, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0, "mfu": 0.5}
+    numbers |= {"tokens_per_second": 1000.0, "memory_gb": 0.1, "seconds": 2.0}
+    return {"step": step, **numbers, **more}
 
 
 def opened(tmp_path, first_step=0):
@@ -46,10 +41,8 @@ def test_going_on_forgets_rows_that_will_come_again(tmp_path, monkeypatch):
         file.write('{"step": 8, "lo')  # cut off by a crash
     log = opened(tmp_path, first_step=5)
     log.row(row(6))
-    assert [r["step"] for r in runlog.read(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    launches = [
-        json.loads(text) for text in (tmp_path / "run" / "launches.jsonl").read_text().splitlines()
-    ]
+    assert steps_in(log.path) == [1, 2, 3, 4, 5, 6]
+    launches = runlog.read_launches(tmp_path / "run")
     assert [launch["first_step"] for launch in launches] == [0, 5]
     assert launches[0]["torch"] == torch.__version__
     assert launches[0]["command"] == "fsdp_train.py --lr=1e-3"
@@ -81,15 +74,12 @@ def test_only_rank_zero_writes(tmp_path, capsys):
 def test_console_line_says_the_same_as_the_row():
     shown = row(40, mfu=0.4321, tokens_per_second=12345.6)
     line = runlog.line(shown, max_steps=100, step_seconds=2.0)
-    assert line == (
-        "step  40/100  loss 5.0000  lr 1.00e-03  grad norm 1.00  12,346 tokens/s  MFU 43.2%  "
-        "0.1 GB  0:02:00 left"
-    )
+    figures = "step  40/100  loss 5.0000  lr 1.00e-03  grad norm 1.00  12,346 tokens/s  MFU 43.2%"
+    assert line.startswith(figures) and line.endswith("0:02:00 left")
     assert line.startswith(runlog.line(shown, 100)) and "left" not in runlog.line(shown, 100)
     assert "MFU n/a" in runlog.line(row(1, mfu=None), 100)
-    assert runlog.line({"step": 0, "val_loss": 9.0, "val_bits_per_byte": 3.5}, 100) == (
-        "step   0/100  validation loss 9.0000  3.500 bits per byte"
-    )
+    line = runlog.line({"step": 0, "val_loss": 9.0, "val_bits_per_byte": 3.5}, 100)
+    assert line == "step   0/100  validation loss 9.0000  3.500 bits per byte"
 
 
 def test_the_screen_shows_a_step_every_two_seconds_and_how_long_the_rest_takes(
@@ -205,25 +195,30 @@ def test_a_finished_run_that_cannot_be_moved_stays_as_it_is(tmp_path, disk):
         assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["config.json", ".git/HEAD", "my/text", "notes.md"])
+@pytest.mark.parametrize("name", ["config.json", ".git/HEAD", "my/text"])
 def test_a_folder_that_is_used_for_something_else_is_refused(tmp_path, name):
-    """A log may be there, and a place for checkpoints. Once a run begins there, it is a run's."""
     folder = tmp_path / "folder"
     (folder / name).parent.mkdir(parents=True)
-    (tmp_path / "larger").mkdir()
-    (folder / "checkpoints").symlink_to(tmp_path / "larger")
     (folder / name).write_text("mine")
-    lease, before = Lease(str(folder)), contents(tmp_path)
-    if name == "notes.md":
-        with lease:
-            lease.take()
-        (folder / "config.json").touch()
-        runlog.require_own_folder(folder)
-        return
-    problem = f"{folder} is used for something else, it holds {name.partition('/')[0]}"
-    with pytest.raises(UserError, match=rf"{problem}: set another --run_dir"):
-        lease.take()
+    before = contents(tmp_path)
+    with pytest.raises(
+        UserError, match=f"it holds {name.partition('/')[0]}: set another --run_dir"
+    ):
+        Lease(str(folder)).take()
     assert contents(tmp_path) == before
+
+
+def test_a_folder_of_logs_becomes_a_runs(tmp_path):
+    """A log may be there, and a place for checkpoints on a larger disk. Then it is a run's."""
+    folder, larger = tmp_path / "folder", tmp_path / "larger"
+    folder.mkdir()
+    larger.mkdir()
+    (folder / "checkpoints").symlink_to(larger)
+    (folder / "notes.md").write_text("mine")
+    with Lease(str(folder)) as lease:
+        lease.take()
+    (folder / "config.json").touch()
+    runlog.require_own_folder(folder)
 
 
 def test_memory_is_that_of_this_process():
@@ -247,18 +242,13 @@ DAMAGE = {
     "half a line": b'{"step": 3, "lo',
     "not UTF-8": b'{"step": 3, "loss": "\xff"}',
     "zeros": b"\0" * 300,
-    "a number": b"7",
     "null": b"null",
     "no step": b'{"loss": 5.0}',
-    "a step in quotes": b'{"step": "7"}',
     "a step that is true": b'{"step": true}',
-    "half a step": b'{"step": 2.5}',
     "a negative step": b'{"step": -1}',
     "a huge step": b'{"step": 1' + b"0" * 30 + b"}",
     "a loss in quotes": b'{"step": 3, "loss": "5.0"}',
-    "a huge loss": b'{"step": 3, "loss": 1' + b"0" * 400 + b"}",
     "a list for a time": b'{"step": 3, "loss": 5.0, "seconds": []}',
-    "a task without figures": b'{"step": 3, "icl": {"piqa": 7}}',
     "figures in quotes": b'{"step": 3, "icl": {"piqa": {"acc": "0.5"}}}',
     "nested deep": b'{"step": 3, "icl": ' + b"[" * 100_000,
 }
@@ -271,16 +261,12 @@ def test_a_damaged_line_costs_no_other_row(tmp_path, capsys, damage):
     before = b"\n".join([*good([1, 2]), DAMAGE[damage], *good([4, 5, 6])]) + b"\n"
     log.path.write_bytes(before)
     assert [r["step"] for r in runlog.read(tmp_path / "run")] == [1, 2, 4, 5, 6]
-    summary = runlog.summary(str(tmp_path / "run"))
-    assert "metrics.jsonl: 1 damaged line is left out, the first: line 3 is damaged (" in summary
+    words = "metrics.jsonl: 1 damaged line is left out, the first: line 3 is damaged ("
+    assert words in runlog.summary(str(tmp_path / "run"))
     capsys.readouterr()
     opened(tmp_path, first_step=5)
-    said = capsys.readouterr().out
-    assert (
-        said.count("\n") == 1
-        and f"{log.path}: 1 damaged line is left out, the first: line 3 is" in said
-    )
-    assert said.endswith("kept as metrics.jsonl.damaged\n") and len(said) < 600
+    (said,) = capsys.readouterr().out.splitlines()
+    assert words in said and said.endswith("kept as metrics.jsonl.damaged") and len(said) < 600
     assert steps_in(log.path) == [1, 2, 4, 5]
     assert (tmp_path / "run/metrics.jsonl.damaged").read_bytes() == before
     opened(tmp_path, first_step=5)
@@ -288,20 +274,13 @@ def test_a_damaged_line_costs_no_other_row(tmp_path, capsys, damage):
     assert len(list((tmp_path / "run").glob("metrics.jsonl.*"))) == 1
 
 
-def test_each_damaged_file_is_kept(tmp_path, capsys):
+def test_each_damaged_file_is_kept(tmp_path):
+    """From step 0, too, where no row is kept."""
     log = opened(tmp_path)
     for number, name in enumerate(["damaged", "damaged-2", "damaged-3"]):
         log.path.write_bytes(b"%d\nx\n" % number + b"\n".join(good([1, 2])) + b"\n")
-        opened(
-            tmp_path, first_step=0 if number == 2 else 1
-        )  # from step 0 too, where no row is kept
+        opened(tmp_path, first_step=0 if number == 2 else 1)
         assert (tmp_path / f"run/metrics.jsonl.{name}").read_bytes().startswith(b"%d\n" % number)
-    assert (
-        capsys.readouterr().out.count(
-            "2 damaged lines are left out, the first: line 1 is damaged (not a"
-        )
-        == 3
-    )
 
 
 def test_a_cut_off_last_line_is_nothing_unusual(tmp_path, capsys):
@@ -315,15 +294,7 @@ def test_a_cut_off_last_line_is_nothing_unusual(tmp_path, capsys):
 def test_a_row_of_tasks_is_kept_with_all_that_is_in_it(tmp_path, capsys):
     """Figures are numbers; a task may say more, in words or lists."""
     log = opened(tmp_path)
-    figures = {
-        "kind": "choice",
-        "digest": "0a",
-        "foundry": 1,
-        "foundry_stderr": 0,
-        "chance": 0.5,
-        "n": [3],
-    }
-    log.row({"step": 2, "icl": {"piqa": figures}})
+    log.row({"step": 2, "icl": {"piqa": {"kind": "choice", "foundry": 1, "n": [3]}}})
     before = log.path.read_bytes()
     capsys.readouterr()
     opened(tmp_path, first_step=2)
@@ -344,59 +315,10 @@ def test_metrics_that_cannot_be_read_are_an_error_and_nothing_changes(tmp_path):
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path != log.path}
     log.path.unlink()
     log.path.symlink_to(log.path)
-    with pytest.raises(OSError, match=r"metrics\.jsonl"):
-        opened(tmp_path, first_step=5)
+    for read in (lambda: opened(tmp_path, first_step=5), lambda: runlog.read(tmp_path / "run")):
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            read()
     assert before == {path: path.read_bytes() for path in before} and os.path.islink(log.path)
-    with pytest.raises(OSError, match=r"metrics\.jsonl"):
-        runlog.read(tmp_path / "run")
-
-
-def test_metrics_without_permission_are_an_error():
-    """As another user, if root runs this."""
-    folder = Path(tempfile.mkdtemp())
-    try:
-        log = opened(folder)
-        log.path.write_bytes(b"\n".join(good([1, 2])) + b"\n")
-        for path in (folder, folder / "run"):
-            path.chmod(0o777)
-        log.path.chmod(0)
-        user = os.geteuid()
-        os.seteuid(user or 65534)
-        try:
-            with pytest.raises(PermissionError, match=r"metrics\.jsonl"):
-                opened(folder)
-        finally:
-            os.seteuid(user)
-        log.path.chmod(0o600)
-        assert steps_in(log.path) == [1, 2]
-    finally:
-        shutil.rmtree(folder)
-
-
-def in_a_child(function) -> int:
-    """Call it in a forked child, whose exit status is its result. Returns the process id."""
-    if child := os.fork():
-        return child
-    try:
-        os._exit(function())
-    finally:
-        os._exit(99)
-
-
-def test_a_full_disk_at_the_start_is_named_and_loses_no_row(tmp_path):
-    """No file may grow beyond 20 kB, which the metrics exceed."""
-    log = opened(tmp_path)
-    log.path.write_bytes(b"\n".join(good(range(1, 401))) + b"\n")
-
-    def start():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        try:
-            opened(tmp_path, first_step=400)
-        except OSError as error:
-            return 0 if str(log.path) in str(error) else 1
-
-    assert os.waitpid(in_a_child(start), 0)[1] == 0
-    assert steps_in(log.path) == list(range(1, 401))
 
 
 def test_a_kill_while_the_file_is_rewritten_loses_no_row(tmp_path):
@@ -404,13 +326,10 @@ def test_a_kill_while_the_file_is_rewritten_loses_no_row(tmp_path):
     log = opened(tmp_path)
     log.path.write_bytes(b"\n".join([*good(range(1, 2000)), b"7", *good([2000])]) + b"\n")
     chance = random.Random(0)
-
-    def start():
-        while True:
-            opened(tmp_path, first_step=2000)
-
     for _ in range(12):
-        child = in_a_child(start)
+        child = os.fork()
+        while child == 0:
+            opened(tmp_path, first_step=2000)
         time.sleep(chance.uniform(0, 0.06))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -431,60 +350,41 @@ def test_a_launch_after_a_cut_off_one_has_a_line_of_its_own(tmp_path):
 # --- the programs
 
 
-def status_of(monkeypatch, program, *argv) -> int:
-    """The exit status of a program's main under config.run."""
-    monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, argv)])
-    try:
-        config.run(program.main)
-    except SystemExit as leaving:
-        return leaving.code
-    return 0
+ROWS = {"metrics.jsonl": b'{"step": 1, "loss": 5.0, "seconds": 1.0, "tokens": 8}\n'}
+ODD_FOLDERS = {
+    "missing": None,
+    "empty": {},
+    "no config": ROWS,
+    "odd config": ROWS | {"config.json": b"[" * 100_000},
+}
 
 
 @pytest.mark.parametrize("program", [runlog, plot])
-@pytest.mark.parametrize(
-    "kind", ["missing", "empty", "a file", "no config", "odd config", "odd rows"]
-)
-def test_an_odd_run_folder_is_one_line(tmp_path, monkeypatch, capsys, program, kind):
-    run = tmp_path / "run"
-    if kind == "a file":
-        run.write_text("hello")
-    elif kind != "missing":
+@pytest.mark.parametrize("kind", ODD_FOLDERS)
+def test_an_odd_run_folder_is_one_line(tmp_path, program, kind):
+    run, files = tmp_path / "run", ODD_FOLDERS[kind]
+    if files is not None:
         run.mkdir()
-    if kind in ("no config", "odd config", "odd rows"):
-        (run / "metrics.jsonl").write_bytes(
-            b"7\n" if kind == "odd rows" else b"\n".join(good([1])) + b"\n"
-        )
-    if kind in ("odd config", "odd rows"):
-        (run / "config.json").write_text(
-            "[" * 100_000 if kind == "odd config" else '{"max_steps": 9}'
-        )
-    status, (_, error) = status_of(monkeypatch, program, run), capsys.readouterr()
-    if (program, kind) == (runlog, "odd rows"):
-        assert status == 0
-    else:
-        assert (
-            status == 2
-            and error.startswith("error: ")
-            and error.count("\n") == 1
-            and str(run) in error
-        )
+        for name, content in files.items():
+            (run / name).write_bytes(content)
+    with pytest.raises((UserError, OSError), match=str(run)) as error:
+        program.main([str(run)])
+    assert "\n" not in str(error.value)
 
 
-def test_a_row_that_lacks_figures_is_shown(tmp_path, monkeypatch, capsys):
+def test_a_row_that_lacks_figures_is_shown(tmp_path, capsys):
     """As from somebody's changed trainer."""
-    opened(tmp_path)
-    for last in ({"step": 3, "loss": 5.0}, {"step": 3, "loss": 5, "seconds": 1e300}, {"step": 3}):
-        for row in (
-            last,
-            {"step": 3, "val_loss": 5.0},
-            {"step": 3, "icl": {"a": {}, "b": {"foundry": 1}}},
-        ):
-            (tmp_path / "run/metrics.jsonl").write_text(
-                json.dumps(last) + "\n" + json.dumps(row) + "\n"
-            )
-            assert status_of(monkeypatch, runlog, tmp_path / "run") == 0
-            assert "step   3/100  " in capsys.readouterr().out
+    log, step = opened(tmp_path), {"step": 3, "loss": 5.0}
+    for row in (
+        step,
+        step | {"seconds": 1e300},
+        {"step": 3},
+        {"step": 3, "val_loss": 5.0},
+        {"step": 3, "icl": {"a": {}, "b": {"foundry": 1}}},
+    ):
+        log.path.write_text(json.dumps(step) + "\n" + json.dumps(row) + "\n")
+        runlog.main([str(tmp_path / "run")])
+        assert "step   3/100  " in capsys.readouterr().out
 
 
 # --- links in a stranger's folder
@@ -502,14 +402,6 @@ def test_a_run_refuses_links_to_other_places(tmp_path, name):
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=f"{name} is a link, and a run changes nothing outside"):
         runlog.require_own_folder(tmp_path / "run")
-
-
-def test_nothing_is_written_through_a_link(tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("[]")
-    (tmp_path / "microbatch.json").symlink_to(precious)
-    microbatch.write(TrainConfig(run_dir=str(tmp_path)), {}, 4, "fits")
-    assert precious.read_text() == "[]" and microbatch.read(tmp_path / "microbatch.json")
 
 
 def test_a_launch_on_record_has_no_rows_of_the_launch_before(tmp_path, monkeypatch):

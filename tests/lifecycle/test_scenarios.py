@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags_for
+from conftest import flags_for, slowly
 from launches import FLAGS, FOREVER, Job, load, same, steps_of, train_here, wait_for
 
 import checkpoint
@@ -30,10 +30,6 @@ from lifecycle import lease
 from program import RESUME_ME
 
 LAYOUTS = {"dp": (2, []), "tp 2 x pp 2": (4, ["--tp=2", "--pp=2"])}
-
-
-def slowly(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # --- Faults of one rank

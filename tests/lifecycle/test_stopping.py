@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -64,10 +64,8 @@ def test_the_second_ctrl_c(tmp_path):
     program = "import hashlib; from lifecycle import stopping; "
     program += "stopping.Signals().nothing_to_save = False; print(flush=True); "
     program += "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, env=rooms_on_path(), stdout=subprocess.PIPE, text=True)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -122,10 +120,8 @@ def restarting(flags, tmp_path):
 
 
 def workers(torchrun) -> list[int]:
-    return [
-        int(pid)
-        for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    ]
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +172,7 @@ def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, flag
     assert [status for status, *_ in answers] == [2, 2]
     message, rows = answers[0][1], steps_of(run)
     assert message.startswith("steps 5 to 7 had a loss or gradient that is not finite")
-    assert f"batch {rows[7]['batch_hash']}). The last good checkpoint is " in message
+    assert f"batch {rows[7]['batch_hash']})" in message
     assert f"{run}/checkpoints/step-4" in message and message.endswith("--skip_steps=5:8")
     assert max(rows) == 7 and rows[7]["skipped"]
 
@@ -185,7 +181,7 @@ def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, flag
     rows = steps_of(run)
     assert list(rows) == [1, 2, 3, 4, *range(21, 31)]
     assert [rows[step]["tokens"] for step in (4, 21, 30)] == [4 * 256, 5 * 256, 14 * 256]
-    assert json.loads((run / "config.json").read_text())["skip_steps"] == "5:21"
+    assert runlog.read_settings(run)["skip_steps"] == "5:21"
     assert runlog.read_launches(run)[-1]["skip_steps"] == "5:21"
 
     straight = [*flags, "--max_steps=21", "--save_interval=0", f"--run_dir={tmp_path / 'straight'}"]
@@ -212,14 +208,14 @@ def test_a_run_that_never_had_a_good_step_does_not_blame_its_batches(
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("text", ["5", "5:", "9:5", "0:3", "a:b", "1:2;3:4", "5:5"])
+@pytest.mark.parametrize("text", ["5", "5:", "9:5", "0:3", "a:b", "1:2;3:4"])
 def test_what_is_no_range_of_steps(text):
     with pytest.raises(UserError, match="skip_steps takes ranges such as"):
         config.load([f"--skip_steps={text}"], TrainConfig)
 
 
 def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
-    """Rows wait while the folder is gone, or a real file cannot grow; then each is there once."""
+    """While the folder is gone, or the file cannot grow; then each is there once."""
     folder = tmp_path / "run"
     cfg = TrainConfig(run_dir=str(folder))
     log = runlog.RunLog(cfg, 0)
@@ -233,17 +229,11 @@ def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
     aside.rename(folder)
     log.row(rows[3])
     assert runlog.read(folder) == rows[:4]
-    program = (
-        "import resource, signal, sys;"
-        "from lifecycle import runlog; from config import *;"
-        "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0);"
-        "log.size = log.path.stat().st_size;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
-        "row = lambda n: log.row({'step': n, 'val_loss': 1.0, 'val_bits_per_byte': 2.0});"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (log.size + 20, hard)); row(4);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); row(5)"
-    )
-    command = [sys.executable, "-c", program, folder]
-    subprocess.run(command, env=rooms_on_path(), check=True, capture_output=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 20, before[1]))
+    try:
+        log.row(rows[4])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.row(rows[5])
     assert runlog.read(folder) == rows

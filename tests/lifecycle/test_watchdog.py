@@ -6,6 +6,7 @@ What befalls a run of the trainer is in test_scenarios.py.
 import contextlib
 import ctypes
 import functools
+import re
 import signal
 import time
 from concurrent import futures
@@ -23,7 +24,6 @@ from test_scenarios import before_step
 import data
 import fsdp_train
 import processes
-from config import UserError
 from lifecycle import runlog, watchdog
 from program import RESUME_ME
 from text import tokenizer
@@ -62,19 +62,6 @@ def sleepers(tmp_path):
             return job
 
         yield start
-
-
-@pytest.mark.slow
-def test_without_rank_0_the_others_name_it(sleepers):
-    job = sleepers(3, patience=10)
-    job.send(signal.SIGKILL, 0)
-    assert job.wait(90, but=0) == [RESUME_ME] * 2
-    lines = job.errors()
-    assert len(lines) == 2  # they cannot agree who says it
-    assert job.log().count("TCPStore.cpp") <= 2  # the store complains, once on each rank
-    for line in lines:
-        assert line.startswith(f"error: no sign of life for 10 s: {job.name_of(0)}")
-        assert line.endswith("does not reply. The last good checkpoint is step-7")
 
 
 @pytest.mark.slow
@@ -139,20 +126,6 @@ def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers):
     assert "TCPStore.cpp" not in job.log()  # nor does the store complain
 
 
-def mistaken(rank):
-    if rank == 1:
-        raise UserError("a mistake")
-    time.sleep(600)
-
-
-@pytest.mark.slow
-def test_a_rank_that_has_published_its_status_is_not_taken_for_dead(sleepers):
-    """It ends with status 2, and so do the others, though it is silent for some seconds before."""
-    job = sleepers(3, patience=12, body=mistaken)
-    assert job.wait() == [2] * 3
-    assert job.errors() == ["error on rank 1: a mistake"]
-
-
 def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something():
     signs = processes.SignsOfLife(0, 3)
     now = signs.last_look
@@ -185,18 +158,22 @@ def test_a_rank_looks_at_rank_0_alone_and_waits_for_its_store():
 # Who hangs
 
 
-def slow_step_then_hang(cfg, rank):
-    """All ranks take 9 s for a step; then rank 0 hangs where it writes the step's row."""
-    time.sleep(9)
-    if rank == 0:
-        mock.patch.object(runlog.RunLog, "row", lambda *_, **__: time.sleep(10**6)).start()
-
-
 def hang_in_autograd(cfg):
     """As on a GPU, where autograd runs the backward pass in a thread of its own."""
     y = torch.ones(1, requires_grad=True).exp()
     y.register_hook(lambda _: time.sleep(10**6))
     y.sum().backward()
+
+
+def slow_then_hanging(rank):
+    """All ranks take 9 s for a step; then rank 0 hangs where it writes the step's row."""
+
+    def slow(cfg):
+        time.sleep(9)
+        if rank == 0:
+            mock.patch.object(runlog.RunLog, "row", lambda *_, **__: time.sleep(10**6)).start()
+
+    return before_step(rank, slow, rank)
 
 
 @pytest.mark.slow
@@ -209,10 +186,6 @@ def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later
         assert job.wait() == [RESUME_ME] * 2
         (line,) = job.errors()
         assert job.name_of(0) in line and "rank 1" not in line
-
-
-def slow_then_hanging(rank):
-    return before_step(rank, functools.partial(slow_step_then_hang, rank=rank), rank)
 
 
 @pytest.mark.slow
@@ -310,13 +283,12 @@ def stuck(enter) -> str:
 
 
 def test_lines_of_the_root_and_of_rooms_are_named_and_no_others():
+    learn = tokenizer.train_bpe
     cpu = torch.device("cpu")
     in_root = stuck(lambda chunks: data.prefetch(lambda step: np.zeros(1), chunks, cpu))
-    assert in_root.startswith("data.py, line ") and in_root.endswith(", in prefetch")
-    in_room = stuck(
-        lambda chunks: tokenizer.train_bpe((docs[0] for _, _, docs in chunks), 300).encode("a")
-    )
-    assert in_room.startswith("text/tokenizer.py, line ") and in_room.endswith(", in train_bpe")
+    assert re.fullmatch(r"data.py, line \d+, in prefetch", in_root)
+    in_room = stuck(lambda chunks: learn((docs[0] for *_, docs in chunks), 300).encode("a"))
+    assert re.match(r"text/tokenizer.py, line \d+, in ", in_room)
     # What lies deeper is not ours: these tests, and a .venv in the root.
     assert stuck(lambda chunks: chunks) == "the end of the program"
 

@@ -22,19 +22,15 @@ CONFIG = str(ROOT / "configs/mpt1b_mi250.py")
 NAME = "AMD Instinct MI250X/MI250"
 
 # The settings of runs on 8 and on 16 devices.
-ONE_NODE = [
+SETTINGS = [
     "--ranks=8 --microbatch_size=4 --expansion_ratio=2 --kv_n_heads=2 --sharding=ZERO1",
-    "--ranks=8 --microbatch_size=1 --max_seq_len=8192 --global_batch_size=64",
     "--ranks=8 --microbatch_size=8 --max_seq_len=1024 --activation_checkpointing=full",
     "--ranks=4 --microbatch_size=2 --max_seq_len=4096 --global_batch_size=64",
-]
-TWO_NODES = [
-    "--ranks=16 --microbatch_size=1 --global_batch_size=16",
     "--ranks=16 --microbatch_size=2 --global_batch_size=32 --sharding=ZERO1",
 ]
 
 
-def table(path, pace: float, settings=ONE_NODE, noise=(1.0,)) -> str:
+def table(path, pace: float, settings=SETTINGS, noise=(1.0,)) -> str:
     """A table of `bench train` whose speeds are predicted at this pace, times the noise in turn.
 
     Its last three rows must not count.
@@ -81,34 +77,39 @@ def buses(**gbs) -> dict:
     return {name: {"all_gather": {"134217728": speed}} for name, speed in gbs.items()}
 
 
+def from_files(*paths, fleet: Fleet = FLEET):
+    """(measurements, fleet, constants) of these files."""
+    return calibrate.from_files([str(path) for path in paths], fleet, step_time.OURS)
+
+
 def calibrated(tmp_path, content: dict, fleet: Fleet = FLEET) -> tuple[Fleet, Constants]:
     """`fleet` and the constants by a .json with this content."""
     path = tmp_path / "a.json"
     path.write_text(json.dumps(content))
-    return calibrate.from_file(str(path), fleet, step_time.OURS)
+    return from_files(path, fleet=fleet)[1:]
 
 
-@pytest.mark.parametrize("settings", [ONE_NODE, TWO_NODES, ONE_NODE + TWO_NODES])
-@pytest.mark.parametrize("pace", [0.8, 1.0, 1.37])
-def test_the_pace_of_a_table(tmp_path, pace, settings):
-    path = table(tmp_path / "a.csv", pace, settings)
-    found = calibrate.from_files([path], FLEET, step_time.OURS)
-    assert replace(found.fleet, notes=()) == FLEET
-    assert found.c.pace == pytest.approx(pace, rel=1e-4)
-    measured = [run.tokens_per_second for run in found.runs]
-    assert found.predicted == pytest.approx(measured, rel=1e-4)
+def errors(measured, fleet, c) -> list[float]:
+    """predicted / measured of each run."""
+    runs = measured.runs
+    return [run.predicted(fleet, c, step_time.OURS) / run.tokens_per_second for run in runs]
+
+
+@pytest.mark.parametrize("pace", [0.8, 1.37])
+def test_the_pace_of_a_table(tmp_path, pace):
+    measured, fleet, c = from_files(table(tmp_path / "a.csv", pace))
+    assert replace(fleet, notes=()) == FLEET
+    assert c.pace == pytest.approx(pace, rel=1e-4)
+    assert errors(measured, fleet, c) == pytest.approx([1] * 4, rel=1e-4)
 
 
 def test_the_pace_is_the_mean_of_all_runs(tmp_path):
     """The geometric one: a run twice as fast and one half as fast leave it as it is."""
     one_device = ["--ranks=1 --microbatch_size=2"] * 2
     path = table(tmp_path / "a.csv", 1.2, one_device, noise=(2, 0.5))
-    found = calibrate.from_files([path], FLEET, step_time.OURS)
-    assert found.c.pace == pytest.approx(1.2, rel=1e-4)
-    errors = [
-        rate / run.tokens_per_second for rate, run in zip(found.predicted, found.runs, strict=True)
-    ]
-    assert errors == pytest.approx([0.5, 2])
+    measured, fleet, c = from_files(path)
+    assert c.pace == pytest.approx(1.2, rel=1e-4)
+    assert errors(measured, fleet, c) == pytest.approx([0.5, 2])
 
 
 def test_a_machine_of_one_node(tmp_path):
@@ -121,30 +122,13 @@ def test_a_machine_of_one_node(tmp_path):
     assert any("no training run was measured" in note for note in fleet.notes)
 
 
-def test_a_machine_of_two_nodes(tmp_path):
-    of_two = machine(ranks=16, nodes=2, collectives_gbs=buses(all=35.0, node=80.0, across=5.0))
-    fleet, c = calibrated(tmp_path, of_two)
-    many = Fleet(fleet.device, 64, 8, fleet.network_gbs)
-    assert many.bandwidth(8, 1) * c.link == pytest.approx(80e9)
-    assert many.bandwidth(64, 1) * c.link == pytest.approx(35e9)
-    assert fleet.node_size == 8 and fleet.devices == FLEET.devices
-
-
 def test_a_machine_says_how_large_a_node_is_and_collisions_count_once(tmp_path):
     """32 nodes of 4: their figure is what is left after collisions."""
     of_many = machine(ranks=128, nodes=32, collectives_gbs=buses(all=20.0, node=20.0))
     fleet, c = calibrated(tmp_path, of_many, ASSUMED)
-    assert (fleet.node_size, fleet.network_from) == (4, "measured")
+    assert (fleet.node_size, fleet.network_from, fleet.devices) == (4, "measured", 8)
     assert replace(fleet, devices=128).bandwidth(128, 1) * c.link == pytest.approx(20e9)
     assert replace(fleet, devices=1024).bandwidth(1024, 1) * c.link < 19.5e9
-
-
-def test_the_machine_that_is_named_later_is_believed(tmp_path):
-    older, newer = (tmp_path / f"{name}.json" for name in ("older", "newer"))
-    older.write_text(json.dumps(machine(memory_gbs=1000.0)))
-    newer.write_text(json.dumps(saved(machine=machine(memory_gbs=1200.0))))
-    found = calibrate.from_files([str(older), str(newer)], ASSUMED, step_time.OURS)
-    assert found.fleet.device.bandwidth_gbs == 1200
 
 
 def test_an_assumed_or_published_network_grows_with_the_nodes_of_a_file(tmp_path):
@@ -158,8 +142,8 @@ def test_an_assumed_or_published_network_grows_with_the_nodes_of_a_file(tmp_path
 
 def test_measurements_are_kept_in_one_file_and_added_to(tmp_path, capsys):
     """Several files, then the file that keeps them and another table: the same as all at once."""
-    first = table(tmp_path / "a.csv", 1.1, ONE_NODE[:2])
-    second = table(tmp_path / "b.csv", 1.3, ONE_NODE[2:])
+    first = table(tmp_path / "a.csv", 1.1, SETTINGS[:2])
+    second = table(tmp_path / "b.csv", 1.3, SETTINGS[2:])
     bus = tmp_path / "machine.json"
     bus.write_text(json.dumps(machine()))
     kept = str(tmp_path / "mine.json")
@@ -168,10 +152,13 @@ def test_measurements_are_kept_in_one_file_and_added_to(tmp_path, capsys):
     calibrate.main([kept, second, first, f"--save={kept}"])  # the first rows once more
     assert "speed calibrated by 4 runs" in capsys.readouterr().out
 
-    at_once = calibrate.from_files([first, second, str(bus)], ASSUMED, step_time.OURS)
-    of_kept = calibrate.from_files([kept], ASSUMED, step_time.OURS)
-    assert of_kept.c.pace == pytest.approx(at_once.c.pace)
-    assert of_kept.fleet.device == at_once.fleet.device
+    _, fleet, c = from_files(first, second, bus, fleet=ASSUMED)
+    _, kept_fleet, kept_c = from_files(kept, fleet=ASSUMED)
+    assert kept_c.pace == pytest.approx(c.pace)
+    assert kept_fleet.device == fleet.device
+
+    bus.write_text(json.dumps(machine(memory_gbs=1200.0)))  # the later one is believed
+    assert from_files(kept, bus, fleet=ASSUMED)[1].device.bandwidth_gbs == 1200
 
 
 def test_a_file_that_an_earlier_version_saved(tmp_path):
@@ -182,11 +169,12 @@ def test_a_file_that_an_earlier_version_saved(tmp_path):
 
 def test_a_plan_takes_its_device_from_the_measurements(tmp_path, capsys):
     """The network stays assumed: a table does not measure it. A flag is stronger."""
-    flags = [CONFIG, f"--calibrate={table(tmp_path / 'a.csv', 1.1)}", "--devices=64", "--json"]
+    path = table(tmp_path / "a.csv", 1.1, SETTINGS[:3])
+    flags = [CONFIG, f"--calibrate={path}", "--devices=64", "--json"]
     plan.main(flags)
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == "MI250 GCD"
-    assert any("speed calibrated by 4 runs" in line for line in found["assumed"])
+    assert any("speed calibrated by 3 runs" in line for line in found["assumed"])
     assert any("network 100 GB/s a node" in line for line in found["assumed"])
     plan.main([*flags, "--network=50"])
     slower = json.loads(capsys.readouterr().out)
@@ -205,12 +193,6 @@ def test_a_flag_is_stronger_than_a_measurement(tmp_path, capsys):
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
-def test_a_run_faster_than_matmuls_is_doubted(tmp_path):
-    path = table(tmp_path / "a.csv", 0.5, ONE_NODE[:1])
-    fleet, _ = calibrate.from_file(path, ASSUMED, step_time.OURS)
-    assert "DOUBTFUL" in fleet.notes[-1] and "of what large matmuls reach (72%" in fleet.notes[-1]
-
-
 def saved(**more) -> dict:
     """A file of --save, with other values if given."""
     run = {"flags": "", "ranks": 8, "nodes": 1, "tokens_per_second": 9e4}
@@ -222,29 +204,22 @@ OK = "status,precision,model,device,ranks,tokens_per_second\nok,bf16,x,"
 HELP_ROW = "status,model,precision,device,ranks,tokens_per_second,others\nok,m,bf16,MI250,8,9,help"
 WRONG = {
     "a table without its columns": "model,status\nx,ok\n",
-    "no run that succeeded": "model,status\nx,out of memory\n",
     "another device": OK + "NVIDIA A100-SXM4-80GB,8,1\n",
     "a CPU": OK + "cpu,8,1\n",
-    "too slow": OK + ",8,1e-6\n",
     "too fast": OK + ",8,1e12\n",
     "a speed of 0": OK + ",8,0\n",
     "no number": OK + ",8,nan\n",
-    "absurd ranks": OK + ",1e300,1\n",
     "a setting that ends the program": HELP_ROW,
     "more cells than columns": "status,model,precision\nok,mpt,bf16,more,cells\n",
     "a huge cell": "status\n" + "x" * 200_000,
     "no JSON": "nothing",
     "a list": [],
     "deep": "[" * 10**5,
-    "half a machine": {"device": "", "ranks": 1},
     "collectives as a list": machine(collectives_gbs=[]),
-    "no bandwidth": machine(memory_gbs=None),
     "a negative bandwidth": machine(memory_gbs=-1.0),
     "matmuls above the peak": machine(matmul_tflops={"bf16": {"8192": 400}}),
-    "no matmuls": machine(matmul_tflops={"bf16": {"8192": 0}}),
     "huge matmuls": machine(matmul_tflops={"bf16": {"1": 10**400}}),
     "a machine with other devices": machine(device="NVIDIA H100 80GB HBM3"),
-    "a saved file of another device": saved(device="NVIDIA H100 80GB HBM3"),
     "runs that are none": saved(runs=3),
     "a run without figures": saved(runs=[{}]),
     "a node of text": saved(node_size="x"),
@@ -259,16 +234,16 @@ def test_what_cannot_be_a_measurement_is_one_line_that_names_the_file(tmp_path, 
     path = tmp_path / ("a.csv" if is_table else "a.json")
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(UserError) as error:
-        calibrate.from_file(str(path), FLEET, step_time.OURS)
+        from_files(path)
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
 
 
 def test_arguments_that_cannot_be(tmp_path):
-    path = table(tmp_path / "a.csv", 1, ONE_NODE[:1])
+    path = table(tmp_path / "a.csv", 1, SETTINGS[:1])
     with pytest.raises(UserError, match=r"--save=mine.txt: give the name of a .json file"):
         calibrate.main([path, "--save=mine.txt"])
     with pytest.raises(UserError, match="usage: python -m planning.calibrate results.csv"):
         calibrate.main([])
     with pytest.raises(UserError, match="no file 'nowhere.csv' to calibrate with"):
-        calibrate.from_file("nowhere.csv", FLEET, step_time.OURS)
+        from_files("nowhere.csv")

@@ -23,7 +23,7 @@ def run(**settings) -> TrainConfig:
 def test_a_band_holds_8_of_10_published_runs_of_its_kind():
     for kind in certainty.KINDS:
         low, high = certainty.bands()[kind]
-        inside = [low <= factor <= high for factor in certainty.factors(kind)]
+        inside = [low <= factor <= high for factor in certainty.factors()[kind]]
         assert statistics.mean(inside) == pytest.approx(0.8, abs=0.1)
         assert low <= 1 <= high
 
@@ -32,7 +32,7 @@ def test_the_widest_band_holds_8_of_10_runs_of_every_kind_and_is_as_wide_to_both
     low, high = certainty.bands()[certainty.ANYTHING_ELSE]
     assert low == pytest.approx(1 / high)
     for kind in certainty.KINDS:
-        inside = [low <= factor <= high for factor in certainty.factors(kind)]
+        inside = [low <= factor <= high for factor in certainty.factors()[kind]]
         assert statistics.mean(inside) >= 0.8
 
 

@@ -85,7 +85,6 @@ def test_what_a_block_keeps_per_token():
     "mode, precision, tp, sequence_parallel, n_bytes",
     [
         ("full", "bf16", 1, False, 2 * 2048),
-        ("full", "fp32", 1, False, 4 * 2048),
         ("full", "bf16", 4, False, 2 * 2048),  # the whole input, on every rank
         ("full", "bf16", 4, True, 2 * 2048 // 4),
         # Its input 2; outputs of Wqkv 6, out_proj 2, up_proj 8, down_proj 2; attention 2, logsumexp
@@ -138,44 +137,6 @@ def test_a_step_of_mpt_1b_by_hand():
     last_gathered = block  # its buffer is kept
     assert sharded["copies of the weights"] == 2 * outside_blocks + 2 * last_gathered
     assert sharded["blocks' activations"] == parts["blocks' activations"]
-
-
-# Frontier's layout of 175B (2312.12705): tp 4, pp 16, here without data parallelism.
-OF_175B = MPTConfig(
-    d_model=12288, n_heads=96, n_layers=96, vocab_size=51200, max_seq_len=2048, attn_impl="triton"
-)
-ON_FRONTIER = TrainConfig(
-    microbatch_size=1, global_batch_size=64, sharding="ZERO1", tp=4, pp=16, **FULL
-)
-
-
-def test_the_first_stage_of_175b_on_64_devices_by_hand():
-    """Microbatch 1, full activation checkpointing."""
-    d, tokens, layers = 12288, 2048, 96 // 16
-    cut = 12 * d * d + 3 * d + 4 * d  # matrices, and the biases of Wqkv and up_proj
-    block = cut // 4 + 4 * d + 2 * d  # norms, and the biases of out_proj and down_proj
-    embedding = 51200 * d // 4
-    positions = tokens * d
-    first = layers * block + embedding + positions  # parameters of the first stage
-    found = moments(OF_175B, ON_FRONTIER, 64)
-    assert sum(found["update"].values()) == 16 * first
-    assert sum(found["tied gradients"].values()) == 16 * first + 4 * embedding
-
-    block_input = 2 * d * tokens
-    parts = found["block 5 backward"]
-    in_flight = 16  # microbatches
-    kept = in_flight * layers * block_input
-    assert parts["blocks' activations"] == kept
-    assert parts["copies of the weights"] == 2 * block  # of the block that is computed again
-    hidden = 4 * d // 4
-    gradients = block_input + 2 * (tokens + d) * hidden  # of x, of GELU's output, of down_proj
-    again = tokens * sum(memory.saved_by_block(OF_175B, tp=4).values()) - block_input
-    message = block_input  # what was sent last
-    assert parts["backward's workspace"] == gradients + again + message
-    assert parts["final norm and loss"] == 0
-    peak_bytes = 16 * first + 2 * block + kept + gradients + again + message
-    assert peak(OF_175B, ON_FRONTIER, 64) == pytest.approx(peak_bytes)
-    assert peak_bytes < 64 * 2**30  # of a GCD of MI250X
 
 
 def test_frozen_weights_are_bf16_in_bf16_and_adapters_take_16_bytes_a_parameter():
@@ -274,43 +235,8 @@ def test_tensor_ranks_have_the_parameters_that_the_trainer_cuts():
             assert moments(m, run(tp=tp), tp)["update"]["weights, fp32"] == 4 * ours
 
 
-def test_gradients_that_wait_and_microbatches_in_flight_are_not_counted_at_the_same_time():
-    """ZERO1: whole fp32 gradients from the second microbatch on; reduced in the last, alone."""
-    m = dataclasses.replace(MID, n_layers=4)
-    of_one = 2 * 4 * 512 * sum(memory.saved_by_block(m).values())
-    six = memory.Rank(m, run(microbatches=6, ranks=2, pp=2, sharding="ZERO1"), 4)
-    assert memory.microbatches(six) == [
-        (of_one, False, False),
-        (of_one, True, False),
-        (0, True, True),
-    ]
-    two_for_four_stages = memory.Rank(m, run(microbatches=2, pp=4), 4)
-    in_flight = [now.waiting_bytes for now in memory.microbatches(two_for_four_stages)]
-    assert in_flight == [of_one // 2, 0]
-
-
 # --------------------------------------------------------------------------------------------------
 # More of this means more of that
-
-
-MORE = [  # runs, each of which takes more than the one before: {ranks: settings}
-    [(1, run(batch)) for batch in (1, 2, 4, 8)],
-    [
-        (1, run(microbatches=2, **way))
-        for way in (FULL, {**FULL, "recompute_every": 2}, SELECTIVE, NONE)
-    ],
-    [(ranks, run(ranks=ranks)) for ranks in (64, 8, 2)],
-    [
-        (8, run(microbatches=2, ranks=8, sharding=mode))
-        for mode in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")
-    ],
-]
-
-
-@pytest.mark.parametrize("runs", MORE)
-def test_more_of_this_means_more_of_that(runs):
-    peaks = [peak(MPT_1B, cfg, ranks) for ranks, cfg in runs]
-    assert peaks == sorted(set(peaks))
 
 
 def test_gradients_wait_for_the_next_microbatch():
@@ -319,7 +245,7 @@ def test_gradients_wait_for_the_next_microbatch():
     assert peak(MPT_1B, run(), 1, "fp32") > peak(MPT_1B, run())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_larger_run_takes_more_and_a_wider_layout_less(seed):
     rng = random.Random(seed)
     m, settings = random_case(rng)
@@ -410,10 +336,7 @@ def test_the_largest_microbatch_is_0_if_the_state_fills_the_device_and_at_most_a
 # largest share of its GPU's memory.
 PUBLISHED = [
     (48, 7168, 56, 8192, "full", 1, 168, "a100-80gb"),
-    (48, 7168, 56, 2048, "full", 3, 504, "h100"),
     (32, 2560, 20, 8192, "none", 3, 144, "a100-80gb"),
-    (32, 4096, 32, 2048, "none", 6, 96, "a100-80gb"),
-    (40, 5120, 40, 8192, "full", 1, 128, "a100-40gb"),
     (24, 2048, 16, 2048, "none", 8, 512, "a100-40gb"),
 ]
 
@@ -492,13 +415,11 @@ COUNTED = [  # changes to the model, settings
     slow({"alibi": True}, {**TENSOR_4, **SELECTIVE}),
     slow({"vocab_size": 200_001}, {**TENSOR_2, **FULL, **GATHERS}),
     slow({"kv_n_heads": 4, "expansion_ratio": 2}, TENSOR_4),
-    *[slow({}, {**EIGHT_BY_2, **mode}) for mode in MODES],
     *[slow({}, {**EIGHT_BY_2, **mode, **GATHERS}) for mode in MODES],
 ]
 IN_FP32 = [
     ({}, {}),
     *[slow({}, {**EIGHT_BY_2, **mode}) for mode in MODES],
-    *[slow({}, {**EIGHT_BY_2, **mode, **GATHERS}) for mode in MODES],
 ]
 
 
@@ -537,11 +458,10 @@ def test_a_gpus_loss_allocates_what_is_estimated(ranks, precision):
     agree({"vocab_size": 32768}, settings, precision, device="cuda")
 
 
-@pytest.mark.parametrize("microbatches", [2, 3])
-def test_bf16_copies_for_a_whole_step_are_in_the_estimate(microbatches):
+def test_bf16_copies_for_a_whole_step_are_in_the_estimate():
     """They are alive until the last block's backward, and gone at the update; within 2 %."""
     m = dataclasses.replace(MID, d_model=512, max_seq_len=64, vocab_size=512)
-    cfg = run(1, microbatches, device="cpu")
+    cfg = run(1, microbatches=3, device="cpu")
     estimated, counted = moments(m, cfg), live_bytes.count(m, cfg)
     close(estimated, counted, 0.02)
     copies = 2 * m.n_layers * 12 * m.d_model**2
@@ -565,19 +485,13 @@ STAGED = [
     ({}, {"microbatches": 6}),
     ({}, {"microbatches": 5, "ranks": 4, "sharding": "ZERO1", **FULL}),
     slow({}, {"microbatches": 2, **FULL}),  # fewer microbatches than stages
-    slow({"tie_word_embeddings": False}, {"ranks": 2, "sharding": "DDP"}),
     slow({"n_layers": 5}, {"microbatches": 6, **SELECTIVE}),  # uneven stages
     slow(
         {"n_layers": 5, "tie_word_embeddings": False},
-        {"microbatches": 5, "ranks": 4, "sharding": "ZERO1"},
+        {"microbatches": 5, "ranks": 4, "sharding": "FULL_SHARD", **FULL},
     ),
-    slow({}, {"microbatches": 5, "ranks": 4, "sharding": "FULL_SHARD", **FULL}),
-    slow(
-        {"no_bias": True},
-        {"microbatches": 5, "ranks": 4, "sharding": "HYBRID_SHARD", "shard_size": 2},
-    ),
+    slow({"no_bias": True}, {"microbatches": 5, **EIGHT_BY_2, "sharding": "HYBRID_SHARD"}),
     slow({"n_layers": 3}, {"microbatches": 5, "ranks": 2, "sharding": "DDP", **FULL}),
-    slow({}, {"microbatches": 5, "ranks": 2, "sharding": "ZERO1", "tp": 2, **FULL}),
     slow({}, {"microbatches": 5, "tp": 2, **GATHERS, **FULL}),
 ]
 
@@ -603,15 +517,11 @@ ADAPTED = [
     ({}, "bf16"),
     ({"lora_targets": "up_proj,Wqkv", **FULL}, "bf16"),
     ({"lora_last_blocks": 2, "lora_train": "norms,biases", **SELECTIVE}, "bf16"),
-    slow({"lora_last_blocks": 2}, "bf16"),
-    slow(SELECTIVE, "bf16"),
-    slow({"lora_last_blocks": 2, **FULL}, "bf16"),
     slow({"lora_targets": "Wqkv"}, "bf16"),
     slow({"lora_targets": "out_proj", **FULL}, "bf16"),
     slow({"lora_targets": "down_proj", **FULL}, "bf16"),
     slow({"lora_targets": "up_proj", **SELECTIVE}, "bf16"),
     slow({**FULL, "recompute_every": 2}, "bf16"),
-    slow({"lora_rank": 64, "tp": 2}, "bf16"),
     slow({"lora_last_blocks": 2, "tp": 4, **FULL}, "bf16"),
     *[slow({**mode, "ranks": 8, "shard_size": 4}, "bf16") for mode in MODES],
     *[slow({**mode, "ranks": 8, "shard_size": 4}, "fp32") for mode in MODES],
@@ -686,10 +596,7 @@ REFUSED = [  # global ranks, settings, changes to the model, part of the message
     (4, {"tp": 4}, {"kv_n_heads": 2}, "tp 4 does not divide kv_n_heads 2: tp can be 1, 2"),
     (4, {"pp": 4}, {}, "pp 4 is more than n_layers 3: set --pp=3"),
     (8, {"pp": 3}, {}, "8 global ranks are not a multiple of tp 1 x pp 3 = 3"),
-    (24, {"tp": 4, "pp": 2}, {}, "of the 3 data-parallel ranks (24 / (tp 4 x pp 2)): set"),
-    (8, {"tp": 0}, {}, "tp must be at least 1, not 0"),
-    (-1, {}, {}, "ranks must be at least 1, not -1"),
-    (3, {}, {}, "not a multiple of the 3 data-parallel ranks"),
+    (3, {}, {}, "not a multiple of the 3 data-parallel ranks: set"),
     (1, {"microbatch_size": "auto"}, {}, "--microbatch_size=NUMBER"),
     (8, {"sharding": "HYBRID_SHARD", "shard_size": 3}, {}, "shard_size 3 does not divide the 8"),
     (8, {"sharding": "HYBRID_SHARD"}, {}, "--shard_size"),

@@ -43,8 +43,8 @@ def test_a_line_and_a_band_for_each_kind(drawn, flags, panels):
 def test_a_sweep_draws_speed_and_efficiency(drawn):
     plan.main([MPT7B, "--device=mi250", "--sweep_devices=8,16", "--plot"])
     (figure,) = drawn
-    assert [axes.get_ylabel() for axes in figure.axes] == ["tokens/s", "efficiency"]
-    assert [len(axes.lines) for axes in figure.axes] == [2, 2]  # strong and weak
+    assert {"tokens/s", "efficiency"} <= {axes.get_ylabel() for axes in figure.axes}
+    assert {len(axes.lines) for axes in figure.axes} == {2}  # strong and weak
 
 
 def test_all_text_is_inside_the_picture(drawn):

@@ -8,7 +8,7 @@ from concurrent import futures
 
 import pytest
 import torch
-from conftest import PATIENCE
+from conftest import PATIENCE, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoder import TINY, model, random_ids
@@ -16,7 +16,6 @@ from test_decoder import TINY, model, random_ids
 import lora
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
 from model import KVCache, seeded
-from serving import adapters as banks
 from serving.adapters import BASE, AdapterBank, bank_for, layers_of, write_random
 from serving.decoder import Decoder
 from serving.packed_linear import can_pack
@@ -94,8 +93,7 @@ def written(decoder, cfg, prompts, adapters, **sampling):
         Text(prompt, BYTES, cfg, 20, STOPS, seed=5, adapter=adapter)
         for prompt, adapter in zip(prompts, adapters, strict=True)
     ]
-    for _ in write(decoder, texts, Speed(), **sampling):
-        pass
+    list(write(decoder, texts, Speed(), **sampling))
     return [text.ids for text in texts]
 
 
@@ -175,8 +173,7 @@ def test_the_speed_counts_the_adapters_that_steps_read(files):
     for adapters, slots in (([a, b, BASE], 3), ([a] * 3, 1), ([BASE] * 3, 0)):
         speed = Speed()
         texts = [Text("a", BYTES, mpt.cfg, 5, adapter=adapter) for adapter in adapters]
-        for _ in write(decoder, texts, speed, temperature=0):
-            pass
+        list(write(decoder, texts, speed, temperature=0))
         assert speed.steps == 4
         assert speed.adapter_bytes == 4 * slots * slot
         without = Speed(**vars(speed) | {"adapter_bytes": 0})
@@ -187,8 +184,9 @@ def test_the_speed_counts_the_adapters_that_steps_read(files):
 
 
 def random_tensors(cfg, name):
-    """An adapter in memory whose values depend on its name."""
-    chosen = TrainConfig(init_from="any", lora_rank=2)
+    """An adapter in memory: its values, rank and layers depend on its name."""
+    some_layers = {"lora_rank": 1, "lora_targets": "Wqkv"}
+    chosen = TrainConfig(init_from="any", **(some_layers if name in "bd" else {"lora_rank": 2}))
     weights = lora.trained_weights(cfg, chosen)
     tensors = {
         key: torch.randn(p.shape, generator=seeded(1, name + key)) for key, p in weights.items()
@@ -216,8 +214,9 @@ def assert_holds(bank, adapter):
     found = IN_MEMORY[adapter]
     for name, held in slot_of(bank, adapter).items():
         wanted = torch.zeros_like(held)
-        values = found.tensors[name] * (found.scale if name.endswith("B") else 1)
-        wanted[: values.shape[0], : values.shape[1]] = values
+        if name in found.tensors:
+            values = found.tensors[name] * (found.scale if name.endswith("B") else 1)
+            wanted[: values.shape[0], : values.shape[1]] = values
         assert torch.equal(held, wanted)
 
 
@@ -259,27 +258,12 @@ def test_the_least_recently_used_adapter_leaves_and_those_in_use_stay(n_slots, m
     assert not bank.slots[0].any()
 
 
-def test_a_slot_that_changes_hands_keeps_nothing_of_its_last_adapter(files):
-    mpt = model(vocab_size=VOCAB, alibi=True)
-    paths = files(mpt.cfg)
-    decoder, bank = bank_on(mpt, n_slots=1)
-    fresh, other = bank_on(mpt, n_slots=1)
-    for name in ("rslora", "one"):
-        with bank.in_use([paths[name]]):
-            pass
-    with other.in_use([paths["one"]]):
-        pass
-    assert torch.equal(bank.slots, other.slots)
-    assert list(bank.residents) == [paths["one"]]
-
-
 def test_more_adapters_than_slots_in_one_batch_are_refused_and_none_stays_in_use(files):
     mpt = model(vocab_size=VOCAB, alibi=True)
     paths = list(files(mpt.cfg).values())
     decoder, bank = bank_on(mpt, n_slots=2)
-    full = "all 2 slots hold adapters that are in use: wait until a text has ended, or make the"
-    with pytest.raises(UserError, match=full):
-        written(decoder, mpt.cfg, ["a"] * 3, paths[:3], temperature=0)
+    message = refusal(written, decoder, mpt.cfg, ["a"] * 3, paths[:3], temperature=0)
+    assert "all 2 slots hold adapters" in message
     assert [resident.users for resident in bank.residents.values()] == [0, 0]
     assert len(written(decoder, mpt.cfg, ["a"] * 3, [*paths[2:], BASE], temperature=0)) == 3
     assert set(bank.residents) == set(paths[2:])
@@ -354,8 +338,7 @@ def test_adapters_come_and_go_while_a_text_is_written(files):
         bank.acquire(visitor)
         bank.release(visitor)
     alone = Text("to be", BYTES, mpt.cfg, 40)
-    for _ in write(Decoder(merged(mpt, first), VOCAB), [alone], Speed(), temperature=0):
-        pass
+    list(write(Decoder(merged(mpt, first), VOCAB), [alone], Speed(), temperature=0))
     assert text.ids == alone.ids
 
 
@@ -363,31 +346,24 @@ def test_a_file_that_cannot_be_loaded_is_named_and_may_be_mended(files, tmp_path
     mpt = model(vocab_size=VOCAB, alibi=True)
     good = files(mpt.cfg)["all"]
     decoder, bank = bank_on(mpt, n_slots=1)
-    adapter = tmp_path / "mine"
+    adapter = str(tmp_path / "mine")
     shutil.copytree(good, adapter)
-    weights = adapter / "adapter_model.safetensors"
+    weights = tmp_path / "mine/adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     for _ in range(2):
-        bank.acquire(str(adapter))
-        with pytest.raises(
-            UserError, match=f"{weights} is truncated or damaged: .* bytes"
-        ) as error:
-            bank.residents[str(adapter)].loading.exception(60)
-            bank.is_loaded(str(adapter))
-        assert "\n" not in str(error.value)
-        bank.release(str(adapter))
+        bank.acquire(adapter)
+        bank.residents[adapter].loading.exception(PATIENCE)
+        assert f"{weights} is truncated or damaged" in refusal(bank.is_loaded, adapter)
+        bank.release(adapter)
     shutil.copy(f"{good}/adapter_model.safetensors", weights)
-    with bank.in_use([str(adapter)]):
-        assert bank.is_loaded(str(adapter))
+    with bank.in_use([adapter]):
+        assert bank.is_loaded(adapter)
 
 
 OTHER_MODELS = {
-    "wider": (
-        {"d_model": 64},
-        r"/foreign: the adapter is not of this model: .*A is \(4, 64\), but \(4, 32\) would fit",
-    ),
-    "deeper": ({"n_layers": 3}, "it changes transformer.blocks.2.*, and this model has 2 blocks"),
-    "more heads": ({"kv_n_heads": 2}, r"Wqkv.lora_B is \(64, 4\), but \(96, 4\) would fit"),
+    "wider": ({"d_model": 64}, "A is (4, 64), but (4, 32) would fit"),
+    "deeper": ({"n_layers": 3}, "this model has 2 blocks"),
+    "more heads": ({"kv_n_heads": 2}, "Wqkv.lora_B is (64, 4), but (96, 4) would fit"),
 }
 
 
@@ -395,55 +371,27 @@ OTHER_MODELS = {
 def test_adapters_of_another_model_are_refused(more, message, tmp_path):
     path = write_adapter(tmp_path / "foreign", MPTConfig(**TINY | {"alibi": True} | more))
     decoder = Decoder(model(alibi=True), 64)
-    with pytest.raises(UserError, match=message) as error:
-        bank_for(decoder, [path], 1, "runs/base")
-    assert "\n" not in str(error.value)
+    text = refusal(bank_for, decoder, [path], 1, "runs/base")
+    assert path in text and message in text
 
 
 def test_a_run_that_trained_norms_too_is_refused():
     chosen = TrainConfig(init_from="any", lora_rank=2, lora_train="norms")
     found = peft.Adapter(chosen, lora.trained_weights(CFG, chosen))
     _, bank = bank_on(model(alibi=True))
-    fix = "merge it: python -m weights.peft merge runs/mine"
-    message = r"runs/mine has trained more than adapters \(lora_train=norms\): " + fix
-    with pytest.raises(UserError, match=message):
-        bank.check("runs/mine", found)
+    message = refusal(bank.check, "runs/mine", found)
+    assert "lora_train=norms" in message and "weights.peft merge runs/mine" in message
     assert set(layers_of(found)) == set(bank.places)
 
 
 def test_a_bank_has_room_for_some_ranks_and_layers(files):
     mpt = model(vocab_size=VOCAB, alibi=True)
     paths = files(mpt.cfg)
-    decoder = Decoder(mpt, VOCAB)
-    bank = bank_for(decoder, [paths["one"]], 2, "runs/base")
+    bank = bank_for(Decoder(mpt, VOCAB), [paths["one"]], 2, "runs/base")
     assert bank.slots.shape == (3, 2 * 1 * (32 + 96))  # two blocks, rank 1, Wqkv
-    wrong = {
-        "all": "has rank 4, and the bank has room for 1: make the bank with a higher rank",
-        "last": "has rank 3, and the bank",
-    }
-    for name, message in wrong.items():
-        with pytest.raises(UserError, match=f"{paths[name]} {message}"):
-            bank.check(paths[name], peft.read(paths[name]))
+    for name, rank in (("all", 4), ("last", 3)):
+        message = refusal(bank.check, paths[name], peft.read(paths[name]))
+        assert f"{paths[name]} has rank {rank}, and the bank has room for 1" in message
     bank.rank = 8
-    message = "changes transformer.blocks.1.attn.out_proj, for which the bank has no room: make"
-    with pytest.raises(UserError, match=message):
-        bank.check(paths["last"], peft.read(paths["last"]))
-
-
-def test_what_a_bank_was_sized_by_is_not_read_again(files, monkeypatch):
-    """Until its slot was given away."""
-    mpt = model(vocab_size=VOCAB, alibi=True)
-    paths = [files(mpt.cfg)["one"], files(mpt.cfg)["all"]]
-    reads = []
-    read = banks.read_adapter
-
-    def counted(path, **more):
-        reads.append(path)
-        return read(path, **more)
-
-    monkeypatch.setattr(banks, "read_adapter", counted)
-    bank = bank_for(Decoder(mpt, VOCAB), paths, 1, "runs/base")
-    for path in (*paths, paths[0]):
-        with bank.in_use([path]):
-            pass
-    assert reads == [*paths, paths[0]]
+    message = refusal(bank.check, paths["last"], peft.read(paths["last"]))
+    assert "transformer.blocks.1.attn.out_proj, for which the bank has no room" in message

@@ -1,6 +1,5 @@
 """storage/checkpoint_files.py: no program runs code in a checkpoint, or uses a damaged one."""
 
-import contextlib
 import enum
 import io
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import refusal
 from test_checkpoint import META, save_several
 from test_parallel import RUN, build
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -41,6 +41,7 @@ from storage.checkpoint_files import (
     read_metadata,
     reason_of,
 )
+from text import tokenizer as tokenizers
 from weights import hf, load
 
 SMALL = MPTConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=257, max_seq_len=16)
@@ -162,11 +163,12 @@ def checksums_elsewhere(path, mark):
 
 
 # What makes the attack -> the error it must meet.
+# What makes the attack -> the error it must meet.
 ATTACKS = {
-    code_in_metadata: r"\.metadata cannot be trusted \(it refers to 'builtins.eval'\)",
-    code_as_weight: r"\.metadata cannot be trusted \(.* is not a tensor\)",
-    code_in_piece: r"cannot read .*step-5 \(it would run (builtins\.|__builtin__\.)?eval\)",
-    elsewhere: r"names the file '\.\./outside', expected the plain name",
+    code_in_metadata: "it refers to 'builtins.eval'",
+    code_as_weight: "is not a tensor",
+    code_in_piece: r"it would run (builtins\.|__builtin__\.)?eval",
+    elsewhere: r"names the file '\.\./outside'",
     endless: r"__0_0\.distcp: not a regular file",
     device: r"__0_0\.distcp: not a regular file",
     checksums_elsewhere: r"checksums\.json is missing or damaged",
@@ -183,17 +185,13 @@ USES = {
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_a_strangers_checkpoint_runs_nothing(run, tmp_path, attack, use):
     attack(run / "checkpoints" / "step-5", tmp_path / "mark")
-    with pytest.raises(UserError, match=ATTACKS[attack]) as caught:
-        USES[use](run, tmp_path / "new")
-    text = str(caught.value)
+    message = refusal(USES[use], run, tmp_path / "new")
+    assert re.search(ATTACKS[attack], message) and "weights_only" not in message
     assert not (tmp_path / "mark").exists() and not (tmp_path / "new").exists()
-    assert "weights_only" not in text and "\n" not in text
 
 
 def error_of_resuming(world, cfg):
-    with pytest.raises(UserError) as error:
-        checkpoint.load(checkpoint.latest(cfg.run_dir), *build(world, cfg))
-    return str(error.value)
+    return refusal(lambda: checkpoint.load(checkpoint.latest(cfg.run_dir), *build(world, cfg)))
 
 
 def test_resuming_runs_nothing_either(ranks, tmp_path):
@@ -226,8 +224,8 @@ def test_a_damaged_checkpoint_is_not_used(run, tmp_path, use, name):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"(checksum differs|meta\.json is damaged)"):
-        USES[use](run, tmp_path / "new")
+    message = refusal(USES[use], run, tmp_path / "new")
+    assert re.search(r"checksum differs|meta\.json is damaged", message)
     assert not (tmp_path / "new").exists()
 
 
@@ -247,42 +245,34 @@ def test_a_checkpoint_of_another_step_is_unsound(run):
     assert verify(renamed) == "meta.json says step 5"
 
 
-@pytest.mark.parametrize("name", [".metadata", "meta.json", "__0_0.distcp"])
-def test_checksums_must_name_every_file(run, name):
+def test_checksums_must_name_every_file(run):
     path = run / "checkpoints" / "step-5"
     table = json.loads((path / "checksums.json").read_text())
-    del table[name]
-    checkpoint.write_json(path / "checksums.json", table)
-    assert verify(path) == f"checksums.json does not name {name}"
+    for name in (".metadata", "meta.json", "__0_0.distcp"):
+        others = {other: checksum for other, checksum in table.items() if other != name}
+        checkpoint.write_json(path / "checksums.json", others)
+        assert verify(path) == f"checksums.json does not name {name}"
 
 
 @pytest.mark.parametrize(
-    "text, cause",
+    "change, cause",
     [
-        ("[1]", "not a JSON object"),
-        ("3", "not a JSON object"),
-        ("[" * 100_000, "nested too deep"),
-        ("\xff", "codec can't decode"),
-        ('{"step": "5"}', "'step' is '5'"),
-        ('{"step": 5}', "no 'seed'"),
+        ({"step": "5"}, r"meta\.json is damaged \('step' is '5'\)"),
+        ({"seed": None}, r"meta\.json is damaged \('seed' is None\)"),
+        ({"n_layers": "many"}, r"n_layers in .*meta\.json is 'many', expected a whole number"),
     ],
 )
-def test_meta_of_the_wrong_shape_is_named(run, text, cause):
+def test_meta_of_the_wrong_shape_is_named(run, change, cause):
     path = run / "checkpoints" / "step-5"
-    (path / "meta.json").write_bytes(text.encode("latin-1"))
-    seal(path)
-    with pytest.raises(UserError, match=rf"step-5/meta\.json is damaged \(.*{cause}"):
-        load.load_for_sampling(str(run), None, torch.device("cpu"))
+    change_meta(path, **change)
+    assert re.search(cause, refusal(USES["sample"], run, None))
 
 
-def test_settings_of_the_wrong_type_are_named(run):
-    path = run / "checkpoints" / "step-5"
+def change_meta(path: Path, **values) -> None:
+    """Change settings of a checkpoint and seal it again."""
     meta = json.loads((path / "meta.json").read_text())
-    checkpoint.write_json(path / "meta.json", meta | {"n_layers": "many"})
+    checkpoint.write_json(path / "meta.json", meta | values)
     seal(path)
-    message = "n_layers in .*meta.json is 'many', expected a whole number"
-    with pytest.raises(UserError, match=message):
-        load.load_for_sampling(str(run), None, torch.device("cpu"))
 
 
 def entry(metadata):
@@ -343,26 +333,22 @@ CHANGES = {
 def test_metadata_that_makes_no_sense_is_refused(run, name):
     action, cause = CHANGES[name]
     path = change(run / "checkpoints" / "step-5", action)
-    with pytest.raises(UserError, match=rf"\.metadata cannot be trusted \(.*{cause}|{cause}"):
-        verify(path)
+    assert cause in refusal(verify, path)
 
 
 def deep_key() -> bytes:
     """A dict whose key is a tuple of two tuples of two tuples ...: its hash takes 2^60 steps."""
-    key = ()
-    for _ in range(60):
-        key = (key, key)
+
     twice = pickle.PROTO + b"\x04" + b"})" + pickle.MEMOIZE + (b"h\0" + b"\x86")
     for number in range(1, 60):
         twice += pickle.MEMOIZE + pickle.BINGET + bytes([number]) + b"\x86"
     return twice + b"Ns."
 
 
-PICKLES = {
-    "not one": b"no tensors",
-    "empty": b"",
+PICKLES = {  # test_fuzz.py has random ones
     "a class of ours": pickle.dumps(UserError("x")),
     "a dotted name": b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.",
+    "a known module": b"\x80\x04\x8c\x05torch\x8c\x04load\x93.",
     "protocol 0": b"cos\nsystem\n(S'true'\ntR.",
     "an instance": b"(S'true'\nios\nsystem\n.",
     "an extension": b"\x80\x02\x82\x01.",
@@ -381,8 +367,7 @@ PICKLES = {
 def test_a_pickle_of_another_kind_is_refused(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(PICKLES[name])
     begin, before = time.process_time(), peak_bytes()
-    with pytest.raises(UserError, match=r"\.metadata cannot be trusted"):
-        read_metadata(tmp_path)
+    assert ".metadata cannot be trusted" in refusal(read_metadata, tmp_path)
     assert time.process_time() - begin < 20
     assert peak_bytes() - before < 2**31
 
@@ -424,17 +409,17 @@ def save_unreadable(world, cfg):
     """The error of saving what our own reader refuses."""
     model, _ = build(world, cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 1)
-    with pytest.raises(UserError) as error:
+
+    def save():
         saver.save(1, model, Unreadable(model.parameters()), META)
         saver.finish()
-    return str(error.value)
+
+    return refusal(save)
 
 
 def test_a_run_ends_if_it_could_not_read_its_own_checkpoint(ranks, tmp_path):
     (text,) = ranks(1)(save_unreadable, replace(RUN, run_dir=str(tmp_path)))
-    assert text.startswith("could not save step 1: what Python ")
-    assert "would run fractions.Fraction" in text and "\n" not in text
-    assert text.endswith(". There is no checkpoint yet")
+    assert "could not save step 1" in text and "would run fractions.Fraction" in text
     assert not any((tmp_path / "checkpoints").iterdir())
 
 
@@ -476,16 +461,10 @@ def test_getattr_gets_only_the_member_of_an_enum(run, name, monkeypatch):
     state = (*state[:3], attribute, state[4])
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: state)
     path = change(run / "checkpoints" / "step-5", lambda metadata: None)
-    refused = pytest.raises(UserError, match=rf"\.metadata cannot be trusted \(.*{reason}")
-    with refused if reason else contextlib.nullcontext():
+    if reason:
+        assert re.search(rf"\.metadata cannot be trusted \(.*{reason}", refusal(verify, path))
+    else:
         assert verify(path) is None
-
-
-def test_a_known_module_admits_its_known_names_only(tmp_path):
-    """torch.load would run what is in a file."""
-    (tmp_path / ".metadata").write_bytes(b"\x80\x04\x8c\x05torch\x8c\x04load\x93.")
-    with pytest.raises(UserError, match="it refers to 'torch.load'"):
-        read_metadata(tmp_path)
 
 
 def peak_bytes() -> int:
@@ -506,39 +485,31 @@ def test_only_plain_numbers_are_steps(run, name):
 
 def test_weights_that_are_not_finite_are_not_imported(tmp_path):
     model = MPT(SMALL)
-    hf.export(model, tmp_path / "sound")
-    hf.import_(tmp_path / "sound", tmp_path / "a", "bytes")
     with torch.no_grad():
         model.transformer.norm_f.weight[3] = float("nan")
     hf.export(model, tmp_path / "theirs")
-    message = r"transformer\.norm_f\.weight holds numbers that are not finite"
-    with pytest.raises(UserError, match=message):
-        hf.import_(tmp_path / "theirs", tmp_path / "b", "bytes")
-    assert not (tmp_path / "b").exists()
+    message = refusal(hf.import_, tmp_path / "theirs", tmp_path / "run", "bytes")
+    assert "transformer.norm_f.weight holds" in message and "not finite" in message
+    assert not (tmp_path / "run").exists()
 
 
 # --------------------------------------------------------------------------------------------------
 # Settings of another model
 
 
-NOT_ITS_SETTINGS = r"weights of .*step-5 do not match its settings, such as "
 OTHER_MODELS = {
-    "bias": ({"no_bias": True}, NOT_ITS_SETTINGS + ".*bias'"),
-    "positions": ({"alibi": True}, "1 " + NOT_ITS_SETTINGS + r"'.*wpe\.weight'"),
-    "huge": ({"d_model": 2**18, "n_heads": 2**10}, NOT_ITS_SETTINGS),
-    "layers": ({"n_layers": 10_000}, "holds 16 tensors, too few for 10000 layers"),
+    "bias": ({"no_bias": True}, "do not match its settings, such as .*bias'"),
+    "positions": ({"alibi": True}, r"1 weights .*such as '.*wpe\.weight'"),
+    "huge": ({"d_model": 2**18, "n_heads": 2**10}, "do not match its settings"),
+    "layers": ({"n_layers": 10_000}, "too few for 10000 layers"),
 }
 
 
 @pytest.mark.parametrize("settings, message", OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_weights_that_the_settings_do_not_ask_for_are_an_error(run, settings, message):
     """Ignored, they would silently give another model; settings may also ask for terabytes."""
-    path = run / "checkpoints" / "step-5"
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps(meta | settings))
-    seal(path)
-    with pytest.raises(UserError, match=message):
-        USES["sample"](run, None)
+    change_meta(run / "checkpoints" / "step-5", **settings)
+    assert re.search(message, refusal(USES["sample"], run, None))
 
 
 def test_metadata_of_many_pieces_is_read_in_seconds(tmp_path):
@@ -563,32 +534,22 @@ def test_metadata_of_many_pieces_is_read_in_seconds(tmp_path):
 
 def private_tokenizer(run, tmp_path, link: bool):
     """The run's settings name a private file of the user, or the run's copy links to it."""
-    from text import tokenizer as tokenizers
-
     private = tmp_path / "private.json"
     tokenizers.Tokenizer("bpe-257", tokenizers.BYTES).save(str(private))
-    path = run / "checkpoints" / "step-5"
-    meta = json.loads((path / "meta.json").read_text())
-    meta["tokenizer"] = "bpe-257" if link else str(private)
-    (path / "meta.json").write_text(json.dumps(meta))
     if link:
         (run / "tokenizer.json").symlink_to(private)
-    seal(path)
+    name = "bpe-257" if link else str(private)
+    change_meta(run / "checkpoints" / "step-5", tokenizer=name)
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_export_copies_no_file_from_elsewhere(run, tmp_path, link):
+def test_no_tokenizer_from_elsewhere_is_read_or_copied(run, tmp_path, link):
     private_tokenizer(run, tmp_path, link)
-    unread = "cannot read the tokenizer file .*/run/tokenizer.json"
-    with pytest.raises(UserError, match="is a link" if link else unread):
-        hf.export(run, tmp_path / "new")
+    unread = "run/tokenizer.json"
+    assert ("is a link" if link else unread) in refusal(hf.export, run, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_sampling_reads_no_tokenizer_from_elsewhere(run, tmp_path):
-    private_tokenizer(run, tmp_path, link=False)
-    with pytest.raises(UserError, match="cannot read the tokenizer file .*/run/tokenizer.json"):
-        USES["sample"](run, None)
+    if not link:
+        assert unread in refusal(USES["sample"], run, None)
 
 
 # --------------------------------------------------------------------------------------------------

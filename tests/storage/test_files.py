@@ -8,9 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import PATIENCE, ROOT
+from conftest import PATIENCE, ROOT, refusal
 
-from config import UserError
 from storage import files
 
 
@@ -19,7 +18,6 @@ from storage import files
     [
         (b"", "Expecting value"),
         (b"[1, 2]", "not a JSON object"),
-        (b"7", "not a JSON object"),
         (b"\xff\xfe{}", "codec can't decode"),
         (b"[" * 100_000, "nested too deep"),
         (b'{"step": ' + b"9" * 5000 + b"}", "digits"),
@@ -33,9 +31,7 @@ from storage import files
 def test_a_damaged_file_is_named_with_its_cause(tmp_path, content, cause):
     path = tmp_path / "meta.json"
     path.write_bytes(content)
-    with pytest.raises(UserError) as error:
-        files.read_json(path, fields={"step": int}, fix="delete it")
-    message = str(error.value)
+    message = refusal(files.read_json, path, fields={"step": int}, fix="delete it")
     assert str(path) in message and cause in message and message.endswith(": delete it")
     assert len(message) < 400
 
@@ -48,26 +44,21 @@ def test_a_good_file_is_read(tmp_path):
     assert files.read_json(path, fields=fields)["step"] == 3
 
 
-def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
+def test_what_cannot_be_read_is_not_called_damaged(tmp_path):
+    """And a pipe or a device is refused without waiting."""
     with pytest.raises(FileNotFoundError):
         files.read_json(tmp_path / "nothing.json")
-    with pytest.raises(UserError, match="is a folder"):
-        files.read_json(tmp_path)
-
-
-def test_a_pipe_and_a_device_are_refused_without_waiting(tmp_path):
+    assert "is a folder" in refusal(files.read_json, tmp_path)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     for name in ("pipe", "device"):
-        with pytest.raises(UserError, match="not a regular file"):
-            files.read_json(tmp_path / name)
+        assert "not a regular file" in refusal(files.read_json, tmp_path / name)
 
 
 def test_a_huge_file_is_not_read(tmp_path):
     with open(tmp_path / "a.json", "wb") as file:
         file.truncate(files.MAX_JSON + 1)
-    with pytest.raises(UserError, match="expected at most"):
-        files.read_json(tmp_path / "a.json")
+    assert "expected at most" in refusal(files.read_json, tmp_path / "a.json")
 
 
 def test_bad_lines_are_skipped_and_reported(tmp_path):
@@ -108,10 +99,9 @@ def test_a_last_line_that_a_crash_cut_off_is_nothing_unusual(tmp_path, last, bad
 OUTSIDE = ["../a", "a/b", "/etc/passwd", "", ".", "..", "a\\b", "a\0b", None, 7, ["a"]]
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_another_folder_is_not_entered(tmp_path, name):
-    with pytest.raises(UserError, match="index.json names the file"):
-        files.member(tmp_path, name, "index.json")
+def test_another_folder_is_not_entered(tmp_path):
+    for name in OUTSIDE:
+        assert "index.json names the file" in refusal(files.member, tmp_path, name, "index.json")
     assert files.member(tmp_path, "__0_0.distcp", "index.json") == tmp_path / "__0_0.distcp"
 
 
@@ -120,31 +110,24 @@ def test_columns_of_renamed_settings_get_their_new_names(tmp_path):
     rows = files.read_csv(tmp_path / "old.csv", ["recompute_every"])
     assert rows == [{"recompute_every": "2", "ranks": "8"}]
     (tmp_path / "both.csv").write_text("checkpoint_every,recompute_every\n2,3\n")
-    with pytest.raises(UserError, match="both.csv sets checkpoint_every and recompute_every, its"):
-        files.read_csv(tmp_path / "both.csv")
+    message = refusal(files.read_csv, tmp_path / "both.csv")
+    assert "both.csv sets checkpoint_every and recompute_every" in message
 
 
 def test_tables(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes("\ufeffa,b\n1,ß\n\n2\n".encode())
     assert files.read_csv(path, ["a", "b"]) == [{"a": "1", "b": "ß"}, {"a": "2", "b": ""}]
+    many = ",".join(f"c{i}" for i in range(50_000)) + "\n" + "1\n" * 100_000
     refused = {
-        b"a,b\n1,2,3\n": "is damaged .a row has more cells",
+        b"a,b\n1,2,3\n": "a row has more cells",
         b"a\n\xff\n": "is not a table of mine: 'utf-8' codec",
-        b"": "is not a table of mine: it has no column a",
+        b"": "no column a",
+        many.encode(): "50,000 columns",  # csv pads each short row to all: gigabytes
     }
     for content, message in refused.items():
         path.write_bytes(content)
-        with pytest.raises(UserError, match=message):
-            files.read_csv(path, ["a"], "a table of mine")
-
-
-def test_a_table_of_many_columns_is_refused(tmp_path):
-    """csv pads each short row to all columns: one megabyte would become gigabytes."""
-    names = ",".join(f"c{i}" for i in range(50_000))
-    (tmp_path / "a.csv").write_text(names + "\n" + "1\n" * 100_000)
-    with pytest.raises(UserError, match="has 50,000 columns, expected at most 1,000"):
-        files.read_csv(tmp_path / "a.csv")
+        assert message in refusal(files.read_csv, path, ["a"], "a table of mine")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import byte_level, json_lines, refusal, rooms_on_path
+from conftest import byte_level, refusal, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,11 +38,6 @@ def parts_of(turns, rows=LAST, tokenizer=BYTES):
             parts.append((learned, ""))
         parts[-1] = learned, parts[-1][1] + tokenizer.decode([i if learned else ~i])
     return parts
-
-
-def write_lines(path, *rows):
-    path.write_text(json_lines(*rows))
-    return str(path)
 
 
 def read(dataset, template=CHATML):
@@ -237,68 +231,9 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
 
 # --- templates
 
-ZEPHYR_LIKE = (
-    "{% for m in messages %}\n"
-    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
-    "<|{{ m['role'] }}|>\n{{ m['content'] | trim }}</s>\n"
-    "{% if loop.last and add_generation_prompt %}\n<|assistant|>\n{% endif %}\n"
-    "{% endfor %}"
-)
-LLAMA_LIKE = (
-    "{{ bos_token }}{%- set ns = namespace(turn=0) -%}{%- for m in messages -%}"
-    "{%- if m.role == 'user' -%}[INST] {{ m.content }} [/INST]{%- set ns.turn = ns.turn + 1 -%}"
-    "{%- elif m.role == 'assistant' %} {{ m.content }} {% if ns.turn > 99 %}{% break %}{% endif %}"
-    "{%- endif -%}{%- endfor -%}"
-)
-TOOLS_LIKE = (
-    "{% if tools is not none or documents is not none %}Tools: {{ tools | length }}{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
-)
-JSON_LIKE = (
-    "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(ensure_ascii=true) }}"
-    "{{ {'b': 1, 'a': [m.role]} | tojson(indent=2, separators=(',', ' : '), sort_keys=true) }}\n"
-    "{% endfor %}"
-)
-GENERATION_LIKE = (
-    "{% set word = 'says' %}{% for m in messages %}\n"
-    "    {% if m.role == 'assistant' %}\n"
-    "{% generation %}\n  {% set word = 'answers' %}\n{{ word }} {{ m.content }} {{ loop.index }}\n"
-    "    {%- endgeneration %} end\n{{ word }}\n"
-    "    {%- else %}\n{{ m.content }}{% endif %}\n{% endfor %}"
-)
-# Names that only some programs define are asked for, and not written.
-LLAMA_3_LIKE = (
-    "{{- bos_token }}{%- if not date is defined %}{%- set date = '26 Jul' %}{%- endif %}"
-    "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
-    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content']|trim %}"
-    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
-    "{{- '<|header|>system\n\n' }}{%- if builtin_tools is defined or tools is not none %}"
-    "{{- 'Environment\n' }}{%- endif %}{{- date + '\n' }}{{- system }}{{- '<|eot|>' }}"
-    "{%- for m in messages %}{%- if not (m.role == 'ipython' or 'tool_calls' in m) %}"
-    "{{- '<|header|>' + m['role'] + '\n\n' + m['content'] | trim + '<|eot|>' }}{%- endif %}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|header|>assistant\n\n' }}{%- endif %}"
-)
-QWEN_LIKE = (
-    "{%- if tools %}{{- tools | tojson }}{%- endif %}"
-    "{%- set ns = namespace(last=messages|length - 1) %}"
-    "{%- for m in messages %}{%- if m.reasoning_content is string %}{{- m.reasoning_content }}"
-    "{%- endif %}{%- if m.tool_calls %}{%- for call in m.tool_calls %}{{- call.name }}"
-    "{%- endfor %}{%- endif %}{%- if loop.previtem and loop.previtem.role == m.role %}!{% endif %}"
-    "{{- '<|turn|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|turn|>assistant\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}"
-    "{%- endif %}"
-)
-LIKE = {
-    "ChatML": chat.CHATML,
-    "Llama 3": LLAMA_3_LIKE,
-    "Qwen": QWEN_LIKE,
-    "Zephyr": ZEPHYR_LIKE,
-    "Llama": LLAMA_LIKE,
-    "tools": TOOLS_LIKE,
-    "JSON": JSON_LIKE,
-    "generation": GENERATION_LIKE,
-}
+TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parent / "templates").iterdir())}
+LIKE = {name: path.read_text().removesuffix("\n") for name, path in TEMPLATES.items()}
+LIKE["ChatML"] = chat.CHATML
 CONVERSATION = [USER, ANSWER, {"role": "user", "content": " more\n"}, ANSWER]
 SYMBOLS = {"role": "user", "content": "<b> & 'größe' \"\\ud800\" 😀 \x7f\U00010000"}
 
@@ -413,7 +348,7 @@ def test_a_template_that_refuses_one_example_names_its_line(tmp_path):
     tool = {"role": "tool", "content": "4"}
     good, bad = {"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, tool, ANSWER]}
     path = write_lines(tmp_path / "a.jsonl", good, bad, good, bad)
-    message = refusal(read, path, Template(ZEPHYR_LIKE, "chat_template x"))
+    message = refusal(read, path, Template(LIKE["zephyr"], "chat_template x"))
     assert f"{path}, line 2: chat_template x fails: no tools here; {path}, line 4: " in message
 
 
@@ -439,9 +374,9 @@ def test_a_jinja_with_holes_is_refused(version, is_safe, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_template("").text([USER]) == "<|im_start|>user\nhi<|im_end|>\n"
     if is_safe:
-        Template(LLAMA_LIKE, "x", {"bos_token": ""})
+        Template(LIKE["llama-2"], "x", {"bos_token": ""})
     else:
-        message = refusal(Template, LLAMA_LIKE, "chat_template x")
+        message = refusal(Template, LIKE["llama-2"], "chat_template x")
         assert "needs Jinja2 3.1.6" in message and "pip install 'jinja2>=3.1.6'" in message
 
 
@@ -704,30 +639,7 @@ def test_what_is_cut_and_dropped_is_counted():
     assert about["text_bytes"] == 6 + 4 + 1  # of what is learned; end-of-text has none
 
 
-# --- the program
-
-
-def test_an_example_is_shown_with_what_is_learned(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", {"prompt": "2+2=", "response": "4"})
-    command = [sys.executable, "-m", "text.chat", path, "--tokenizer=bytes"]
-    done = subprocess.run(
-        command, env=rooms_on_path(), cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "read     '2+2='",
-        "         50 43 50 61",
-        "learned  '4<|endoftext|>'",
-        "         52 256",
-        "1 examples; the first has 6 tokens, 2 learned",
-    ]
-
-
-def test_without_a_file_our_own_example_is_shown_and_nothing_downloaded(capsys):
-    chat.main([])
-    shown = capsys.readouterr().out
-    assert "learned  '6<|im_end|>\\n<|endoftext|>'" in shown
-    assert shown.endswith("1 examples; the first has 145 tokens, 13 learned\n")
+# --- settings
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """text/corpus.py: any form of text becomes documents, always in one order; errors name the file."""
 
-import json
 import os
 import re
 import resource
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, rooms_on_path, words_of
+from conftest import PATIENCE, json_lines, refusal, rooms_on_path, words_of
 
 from config import UserError
 from text import corpus
@@ -31,7 +30,7 @@ def write(tmp_path):
 
 
 def lines(*texts):
-    return "".join(json.dumps({"text": t, "other": 1}) + "\n" for t in texts)
+    return json_lines(*({"text": text, "other": 1} for text in texts))
 
 
 def write_parquet(path, **columns):
@@ -41,11 +40,8 @@ def write_parquet(path, **columns):
 
 
 def error(dataset):
-    """The message of the UserError that reading this data set raises; always one line."""
-    with pytest.raises(UserError) as caught:
-        list(documents(str(dataset)))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    """The message with which this data set is refused."""
+    return refusal(lambda: list(documents(str(dataset))))
 
 
 # --- the standard library
@@ -85,12 +81,7 @@ def test_txt_without_end_of_text_is_cut_at_blank_lines_and_loses_nothing(write, 
     for piece in pieces[:-1]:
         assert piece.endswith("\n") and len(piece) > 16000
         if text.startswith(("paragraph", "größe")):
-            assert piece.endswith("\n\n")  # a blank line is near
-
-
-def test_many_paragraphs_make_several_documents(write):
-    pieces = list(documents(write("a.txt", ("word " * 100 + "\n\n") * 400)))
-    assert 10 <= len(pieces) <= 13 and max(map(len, pieces)) < 17000  # 200 kB, about 16 kB each
+            assert piece.endswith("\n\n") and len(piece) < 20_500  # a blank line is near
 
 
 # --- encodings
@@ -114,12 +105,11 @@ def test_what_is_not_utf8_is_named_with_its_place(write, bad, suffix):
     content, byte, offset = BAD[bad]
     mark = content[:3] if content.startswith(b"\xef\xbb\xbf") else b""
     path = write(f"my $folder/it's a.{suffix}", mark + before + content[len(mark) :])
-
-    place = f"byte {byte} at offset {offset + len(before):,}"
     message = error(path)
-    if suffix == "jsonl" and message.startswith(f"{path}, line 2: expected one JSON"):
+    if suffix == "jsonl" and "line 2: expected one JSON" in message:
         return  # its line ends before the bad byte
-    assert message.startswith(f"{path} is not UTF-8 text: {place}. ")
+    assert message.startswith(path)
+    assert f"not UTF-8 text: byte {byte} at offset {offset + len(before):,}" in message
     while "UTF-8" in message:
         message = after_its_command(message, path)
     if bad == "Latin-1" and suffix in ("txt", "py"):
@@ -149,28 +139,28 @@ def test_another_unicode_is_named(write, encoding, suffix):
     path = write(f"$it's/a.{suffix}", content[suffix].encode(encoding))
     message = error(path)
     name = encoding.replace("16-", "16")
-    assert message.startswith(f"{path} is {name}, not UTF-8: convert it with iconv -f {name} -t")
+    assert message.startswith(f"{path} is {name}, not UTF-8") and f"iconv -f {name} -t" in message
     assert after_its_command(message, path) == ""
     assert list(documents(path)) == before
 
 
 def test_zero_bytes_in_a_text_are_no_other_unicode(write):
     path = write("a.txt", b"a\0b and others")
-    assert "remove its zero bytes: tr " in error(path)
     assert after_its_command(error(path), path) == ""
     assert list(documents(path)) == ["ab and others"]
 
 
-def test_a_byte_order_mark_is_no_text(write):
-    mark = b"\xef\xbb\xbf"
-    contents = {
-        "a.txt": "größe",
-        "a.py": "größe",
-        "a.jsonl": lines("größe"),
-        "a.csv": "text\ngröße",
-    }
-    for name, content in contents.items():
-        assert list(documents(write(name, mark + content.encode()))) == ["größe"], name
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.txt", "größe"),
+        ("a.py", "größe"),
+        ("a.jsonl", lines("größe")),
+        ("a.csv", "text\ngröße"),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(write, name, content):
+    assert list(documents(write(name, b"\xef\xbb\xbf" + content.encode()))) == ["größe"]
 
 
 def test_python_s_own_library_is_taken_as_it_is(write, monkeypatch):
@@ -195,34 +185,19 @@ def test_a_table_holds_one_document_a_row(write):
     assert list(documents(write("a.tsv", "text\tid\none\t1\ntwo, too\t2\n"))) == ["one", "two, too"]
 
 
-def test_a_folder_of_tables_is_read(write, tmp_path):
-    write("b.tsv", "text\nb\n")
-    write("a.csv", "text\na\n")
-    assert list(documents(str(tmp_path))) == ["a", "b"]
-    assert list(documents(f"{tmp_path}/*.tsv")) == ["b"]
-
-
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("id;text\n1;one\n", " has no column 'text', only ['id;text']"),
-        ("", " has no column 'text', only []"),
-        ("id,text\n1,one\n2\n", ", line 3: no column 'text' in this row"),
-        ('id,text\n1,"one\n2,two\n', ", line 3: unexpected end of data"),
-        ('id,text\n1,"one"two\n', ", line 2: ',' expected after '\"'"),
+        ("id;text\n1;one\n", "no column 'text', only ['id;text']"),
+        ("", "no column 'text'"),
+        ("id,text\n1,one\n2\n", "line 3: no column 'text'"),
+        ('id,text\n1,"one\n2,two\n', "line 3: unexpected end"),
+        ('id,text\n1,"one"two\n', "line 2: ',' expected"),
     ],
 )
 def test_a_bad_table_is_named(write, content, message):
     path = write("a.csv", content)
-    assert error(path) == path + message
-
-
-# --- damaged parts
-
-
-def test_a_line_of_jsonl_that_is_nested_deep_is_named(write):
-    path = write("a.jsonl", lines("fine") + "[" * 100_000 + "\n")
-    assert error(path) == f'{path}, line 2: expected one JSON object with a field "text"'
+    assert error(path).startswith(path) and message in error(path)
 
 
 def test_a_parquet_file_with_other_bytes_than_text(tmp_path):
@@ -251,29 +226,18 @@ def test_empty_documents_are_left_out(write, tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ['{"text": "half', '{"content": "x"}', '["text"]', "plain text", "7", '{"text": 5}', "null"],
-    ids=["half", "no field", "a list", "no json", "a number", "not text", "null"],
+    ['{"text": "half', '{"content": "x"}', '["text"]', "7", '{"text": 5}', "null", "[" * 10**5],
+    ids=["half", "no field", "a list", "a number", "not text", "null", "deep"],
 )
 def test_a_bad_line_of_jsonl_is_named(write, line):
     path = write("a.jsonl", lines("fine") + line + "\n")
-    assert error(path) == f'{path}, line 2: expected one JSON object with a field "text"'
+    assert error(path).startswith(f"{path}, line 2: expected one JSON object")
 
 
-def test_a_parquet_file_without_text(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", content=["x"])
-    assert error(path) == f"{path} has no column 'text' of strings, only {{'content': 'string'}}"
-
-
-def test_a_parquet_column_that_holds_no_text(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", text=[1, 2])
-    assert path in error(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1 but not really PAR1"], ids=["empty", "damaged"])
-def test_a_damaged_parquet_file_is_named(write, content):
-    pytest.importorskip("pyarrow")
-    path = write("a.parquet", content)
-    assert path in error(path)
+@pytest.mark.parametrize("columns", [{"content": ["x"]}, {"text": [1, 2]}], ids=str)
+def test_a_parquet_file_without_text(tmp_path, columns):
+    path = write_parquet(tmp_path / "a.parquet", **columns)
+    assert f"{path} has no column 'text' of strings" in error(path)
 
 
 # --- several files
@@ -289,6 +253,9 @@ def test_folders_and_globs_are_read_in_sorted_order(write, tmp_path):
     assert list(documents(str(tmp_path))) == ["f", "a", "aa", "b", "c = 1\n\nd = 2\n"]
     assert list(documents(f"{tmp_path}/*.txt")) == ["b"]
     assert list(documents(f"{tmp_path}/[ab].*")) == ["a", "b"]
+    write("tables/b.tsv", "text\nb\n")
+    write("tables/a.csv", "text\na\n")
+    assert list(documents(str(tmp_path / "tables"))) == ["a", "b"]
 
 
 def test_what_is_left_out_is_named(write, tmp_path):
@@ -296,7 +263,7 @@ def test_what_is_left_out_is_named(write, tmp_path):
         write(name, "text")
     assert corpus.left_out(str(tmp_path)) == " (left out: 2 .md, 1 without a suffix, 1 .gz)"
     assert corpus.left_out(f"{tmp_path}/*.txt") == corpus.left_out("stdlib") == ""
-    assert error(f"{tmp_path}/*.gz").endswith("file is there (left out: 1 .gz)")
+    assert "left out: 1 .gz" in error(f"{tmp_path}/*.gz")
 
 
 def test_tables_beside_other_text_are_a_question(write, tmp_path):
@@ -341,28 +308,21 @@ def test_nothing_there(tmp_path, name):
 def test_a_file_of_another_kind_is_never_sought_on_the_hub(write, tmp_path, monkeypatch, name):
     write(name, "text")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=f"dataset='{name}': no .txt, .* or .py file is there"):
-        corpus.files(name)
+    assert "file is there" in refusal(corpus.files, name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["my/stories.csv", "stories.md", "a.json", "/data/c4", "./c4", "a/b/c", "a b", "", "~/texts"],
-)
+NO_HUB_NAMES = "my/stories.csv|stories.md|a.json|/data/c4|./c4|a/b/c|a b||~/texts".split("|")
+HUB_NAMES = """
+    allenai/c4:en wikitext:wikitext-103-raw-v1 wikimedia/wikipedia:20231101.en bigcode/stack-v1.2
+""".split()
+
+
+@pytest.mark.parametrize("name", NO_HUB_NAMES)
 def test_what_cannot_be_the_name_of_a_hub_data_set_is_an_error_at_once(name):
-    with pytest.raises(UserError, match="file is there"):
-        corpus.files(name)
+    assert "file is there" in refusal(corpus.files, name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "allenai/c4:en",
-        "wikitext:wikitext-103-raw-v1",
-        "wikimedia/wikipedia:20231101.en",
-        "bigcode/stack-v1.2",
-    ],
-)
+@pytest.mark.parametrize("name", HUB_NAMES)
 def test_the_name_of_a_hub_data_set_is_no_file(name):
     assert corpus.files(name) == []
 
@@ -378,14 +338,8 @@ def run(*argv, **environment):
 
 
 def test_an_empty_file_is_said_by_the_program(write):
-    result = run(path := write("a.txt", ""))
-    assert (result.returncode, result.stderr) == (2, f"error: dataset={path!r} holds no document\n")
-
-
-def test_the_program_counts(write):
-    result = run(path := write("a.jsonl", lines("one", "three")))
-    assert result.returncode == 0
-    assert result.stdout == f"{path}: 2 documents, 8 characters; the last begins 'three'\n"
+    result = run(write("a.txt", ""))
+    assert result.returncode == 2 and "holds no document" in result.stderr
 
 
 # --- the Hub
@@ -395,9 +349,8 @@ def test_the_hub_cannot_be_reached(tmp_path):
     """A process with an empty cache and HF_HUB_OFFLINE=1."""
     pytest.importorskip("datasets")
     result = run("allenai/c4:en", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
-    assert result.returncode == 2
-    wanted = "error: cannot reach the Hub for dataset='allenai/c4:en': use local files"
-    assert result.stderr.startswith(wanted) and result.stderr.count("\n") == 1
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "cannot reach the Hub" in result.stderr and "use local files" in result.stderr
 
 
 @pytest.fixture
@@ -413,7 +366,7 @@ def stream(tmp_path, monkeypatch):
     def stream(rows, subset=""):
         folder = tmp_path / "owner" / "name"
         folder.mkdir(parents=True)
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "train.jsonl").write_text(json_lines(*rows))
         return list(corpus.hub_documents("owner/name" + subset))
 
     return stream
@@ -425,15 +378,12 @@ def test_a_stream_gives_the_rows_in_order(stream):
 
 
 def test_a_stream_without_text(stream):
-    message = r"data set owner/name has no field 'text', only \['content'\]"
-    with pytest.raises(UserError, match=message):
-        stream([{"content": "x"}])
+    assert "no field 'text', only ['content']" in refusal(stream, [{"content": "x"}])
 
 
 def test_a_subset_that_is_not_there_is_one_line(stream):
-    with pytest.raises(UserError, match="dataset='owner/name:de': .*SUBSET") as caught:
-        stream([{"text": "x"}], ":de")
-    assert "\n" not in str(caught.value)
+    message = refusal(stream, [{"text": "x"}], ":de")
+    assert "'owner/name:de'" in message and "SUBSET" in message
 
 
 def test_a_parquet_file_that_says_one_text_many_times_takes_little_memory(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, VOCAB_BPE
+from conftest import ROOT, VOCAB_BPE, byte_level, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,22 +36,28 @@ def bpe():
     return train_bpe(stdlib(100_000), 512)
 
 
+def train_there(texts: list[str], tokens: int, special=()):
+    """A byte-level BPE of `tokens` entries by Hugging Face's trainer; special ones come first."""
+    library = pytest.importorskip("tokenizers")
+    made = byte_level()
+    made.model = library.models.BPE()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=tokens,
+        min_frequency=2,
+        special_tokens=list(special),
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory):
-    """A byte-level BPE by Hugging Face's trainer.
-
-    Like GPT-NeoX's, it has end-of-text as its first id, and added tokens of several spaces.
-    """
-    hf = pytest.importorskip("tokenizers")
-    made = hf.Tokenizer(hf.models.BPE())
-    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = hf.decoders.ByteLevel()
-    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
-    trainer = hf.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(stdlib(50_000), trainer)
-    made.add_tokens([hf.AddedToken(" " * n, normalized=True) for n in (2, 4, 8)])
+    """Like GPT-NeoX's: end-of-text is its first id, and tokens of several spaces were added."""
+    library = pytest.importorskip("tokenizers")
+    made = train_there(stdlib(50_000), 400, [END_OF_TEXT])
+    made.add_tokens([library.AddedToken(" " * n, normalized=True) for n in (2, 4, 8)])
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
     made.save(str(path))
     return load(str(path))
@@ -78,23 +84,6 @@ def test_a_copy_serves_when_the_file_is_gone(hugging_face, tmp_path):
     assert copy.fingerprint == hugging_face.fingerprint and copy.name == "gone/tokenizer.json"
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("", "is not Hugging Face's tokenizer.json"),
-        ('{"model": 1}', "is not Hugging Face's"),
-        (None, "cannot read"),
-    ],
-)
-def test_a_broken_hugging_face_tokenizer_is_one_line(tmp_path, content, message):
-    pytest.importorskip("tokenizers")
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=message) as error:
-        load(str(tmp_path / "tokenizer.json"))
-    assert "\n" not in str(error.value)
-
-
 @pytest.fixture(scope="module", params=["bytes", "bpe", "gpt2", "hugging_face"])
 def any_kind(request):
     return load("bytes") if request.param == "bytes" else request.getfixturevalue(request.param)
@@ -108,11 +97,6 @@ def test_any_text_comes_back(any_kind, text):
     assert any_kind.decode_bytes(ids) == text.encode()
     assert ids.dtype == np.uint16 and ids.ndim == 1
     assert all(ids < any_kind.vocab_size) and any_kind.eot not in ids
-
-
-def test_end_of_text_is_the_last_of_our_ids():
-    for ours in (load("bytes"), train_bpe(stdlib(10_000), 300)):
-        assert ours.eot == ours.vocab_size - 1
 
 
 def test_no_text_encodes_to_end_of_text(any_kind):
@@ -141,8 +125,9 @@ def test_long_runs_of_one_character(any_kind):
 
 
 def test_bytes_are_the_bytes():
-    assert load("bytes").encode("é\n").tolist() == [0xC3, 0xA9, 10]
-    assert load("bytes").vocab_size == 257
+    ours = load("bytes")
+    assert ours.encode("é\n").tolist() == [0xC3, 0xA9, 10]
+    assert ours.vocab_size == 257 and ours.eot == 256
 
 
 def test_gpt2_ids(gpt2):
@@ -169,27 +154,20 @@ def test_fingerprints_are_stable(gpt2):
     assert gpt2.fingerprint == "e70b36628c3174d8"
 
 
-def huggingface_bpe(texts: list[str], tokens: int):
-    """A tokenizer of `tokens` entries by Hugging Face's trainer, and their bytes in order of id."""
-    hf = pytest.importorskip("tokenizers")
-    level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    model = hf.Tokenizer(hf.models.BPE())
-    model.pre_tokenizer = level
-    trainer = hf.trainers.BpeTrainer(
-        vocab_size=tokens, min_frequency=2, initial_alphabet=level.alphabet(), show_progress=False
-    )
-    model.train_from_iterator(texts, trainer)
-    # The vocabulary spells each byte as one printable character.
-    byte_of = {character: BYTES[i] for i, character in enumerate(sorted(level.alphabet()))}
-    spellings = sorted(model.get_vocab(), key=model.get_vocab().get)
-    return model, [b"".join(byte_of[c] for c in spelling) for spelling in spellings]
+def tokens_of(model) -> list[bytes]:
+    """The tokens of Hugging Face's model, which spells each byte as one printable character."""
+    alphabet = sorted(pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel.alphabet())
+    byte_of = dict(zip(alphabet, BYTES, strict=True))
+    vocabulary = {text: i for text, i in model.get_vocab().items() if text != END_OF_TEXT}
+    spellings = sorted(vocabulary, key=vocabulary.get)
+    return [b"".join(byte_of[c] for c in spelling) for spelling in spellings]
 
 
 def test_training_equals_hugging_face():
     texts = stdlib(300_000)
-    model, tokens = huggingface_bpe(texts, 2047)
+    model = train_there(texts, 2047)
     ours = train_bpe(texts, 2048)
-    assert ours.tokens == tokens and ours.vocab_size == 2048
+    assert ours.tokens == tokens_of(model) and ours.vocab_size == 2048
     text = stdlib(1_000_000)[-1]
     assert ours.encode(text).tolist() == model.encode(text).ids
 
@@ -200,7 +178,7 @@ def test_training_equals_hugging_face():
 )
 def test_ties_and_overlaps_equal_hugging_face_and_the_slow_version(texts, size):
     ours = train_bpe(texts, size).tokens
-    assert ours == huggingface_bpe(texts, size - 1)[1]
+    assert ours == tokens_of(train_there(texts, size - 1))
     pieces = [piece for text in texts for piece in text.split("b")]
     words = [[BYTES.index(bytes([value])) for value in piece.encode()] for piece in pieces]
     counts = [1 + i % 3 for i in range(len(words))]
@@ -273,47 +251,35 @@ def forged(texts):
 
 
 def test_wrong_files_are_told_apart(bpe, tmp_path):
+    """test_fuzz.py damages such a file; here each is well-formed."""
     path = tmp_path / "bpe.json"
     bpe.save(str(path))
     saved = json.loads(path.read_text())
     saved["tokens"][300], saved["tokens"][301] = saved["tokens"][301], saved["tokens"][300]
-    not_latin_1 = {"name": "bpe-512", "fingerprint": "", "tokens": ["Ж"]}
-    for name, content, message in (
-        ("bpe", None, "holds bpe-512, not bpe-4096"),
-        ("bpe-512", json.dumps(saved), "damaged"),
-        ("bpe-512", json.dumps(saved | {"tokens": ["a", "a"]}), "damaged"),
-        ("bpe-512", path.read_text()[:-9], "damaged"),
-        ("bpe-512", "[]", "damaged"),
-        ("bpe-512", json.dumps(not_latin_1), "not a tokenizer file"),
-        ("bpe-512", '{"name": "bpe-512", "tokens": []}', "damaged"),
-        ("bpe-512", forged(["a", "b"]), "not a tokenizer file"),  # without all bytes
-        ("bpe-512", json.dumps(saved | {"tokens": [1, None, {}]}), "not a tokenizer file"),
-        ("bpe-512", json.dumps(saved | {"name": [1]}), "damaged"),
-        ("bpe-512", "[" * 100_000, "damaged"),
+    assert "holds bpe-512, not bpe-4096" in refusal(load, "bpe", str(path))
+    for content, message in (
+        (json.dumps(saved), "damaged"),
+        (forged(["a", "b"]), "not a tokenizer file"),  # without all bytes
+        (json.dumps(saved | {"tokens": [1, None, {}]}), "not a tokenizer file"),
     ):
-        if content:
-            path.write_text(content)
-        with pytest.raises(UserError, match=message):
-            load(name, str(path))
-    with pytest.raises(UserError, match="cannot read .*nowhere.json: No such file"):
-        load("bpe", str(tmp_path / "nowhere.json"))
-    with pytest.raises(UserError, match="path"):
-        load("bpe")
+        path.write_text(content)
+        assert message in refusal(load, "bpe-512", str(path))
+    assert "nowhere.json" in refusal(load, "bpe", str(tmp_path / "nowhere.json"))
+    assert "path" in refusal(load, "bpe")
 
 
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("gtp2", "did you mean 'gpt2'.*choices: gpt2, bytes, bpe-N"),
+        ("gtp2", "did you mean 'gpt2'"),
         ("byte", "did you mean 'bytes'"),
         ("bpe4096", "did you mean 'bpe-4096'"),
-        ("qwerty", "unknown tokenizer 'qwerty'"),
+        ("qwerty", "choices: gpt2, bytes, bpe-N"),
         ("bpe-256", "smallest is bpe-257"),
     ],
 )
 def test_wrong_names(name, message):
-    with pytest.raises(UserError, match=message):
-        load(name)
+    assert message in refusal(load, name)
 
 
 # --- tokenizer.json of others
@@ -325,19 +291,15 @@ GPT4 = (  # GPT-4's and Llama 3's
 )
 
 
-def theirs(path, pattern=None, **more):
-    """Write a byte-level tokenizer.json. pattern: its own split; more: top-level JSON fields."""
-    library = pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
-    byte_level = library.pre_tokenizers.ByteLevel
-    vocab = {letter: i for i, letter in enumerate(byte_level.alphabet())} | {END_OF_TEXT: 256}
-    made = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
-    made.pre_tokenizer = byte_level(add_prefix_space=False)
+def theirs(path, pattern=None):
+    """Write a byte-level tokenizer.json. pattern: its own split."""
+    made = byte_level()
     if pattern:
+        library = pytest.importorskip("tokenizers")
         split = library.pre_tokenizers.Split(library.Regex(pattern), "isolated")
-        parts = [split, byte_level(add_prefix_space=False, use_regex=False)]
-        made.pre_tokenizer = library.pre_tokenizers.Sequence(parts)
-    made.decoder = library.decoders.ByteLevel()
-    path.write_text(json.dumps(json.loads(made.to_str()) | more))
+        bytes_alone = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = library.pre_tokenizers.Sequence([split, bytes_alone])
+    made.save(str(path))
     return str(path)
 
 
@@ -369,7 +331,7 @@ def test_added_tokens_decode_to_their_text(tmp_path_factory, added, pieces, comp
     """All text comes back but the white space that a token takes. A special one is not found."""
     library = pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
     path = tmp_path_factory.getbasetemp() / "added.json"
-    made = library.Tokenizer.from_file(theirs(path))
+    made = byte_level()
     made.normalizer = library.normalizers.NFC() if composes else None
     for name, special, flags in added:
         token = library.AddedToken(name, special=special, **flags)
@@ -395,8 +357,7 @@ def test_added_tokens_decode_to_their_text(tmp_path_factory, added, pieces, comp
     "name, is_marker", [("<|im_end|>", True), ("<｜User｜>", True), ("<b>", False)]
 )
 def test_a_marker_is_special_whatever_its_file_says(tmp_path, name, is_marker):
-    library = pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
-    made = library.Tokenizer.from_file(theirs(tmp_path / "t.json"))
+    made = byte_level()
     made.add_tokens([name])
     made.save(str(tmp_path / "t.json"))
     loaded = load(str(tmp_path / "t.json"))
@@ -409,39 +370,32 @@ def test_a_marker_is_special_whatever_its_file_says(tmp_path, name, is_marker):
 FOREVER = r"[\s\S]{0,300}[\s\S]{0,300}(?<![\s\S])"  # 10 ms a character, whatever the text
 
 
-def test_pathological_patterns_are_refused(tmp_path, monkeypatch):
-    path = theirs(tmp_path / "tokenizer.json", r"(a+)+$")
-    message = "tokenizer.json cannot encode some lines of text: .*retry-limit"
-    with pytest.raises(UserError, match=message) as error:
-        load(path)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("spelling", ["Regex", "Re\\u0067ex"])
+def test_a_pattern_that_backtracks_without_end_is_refused(tmp_path, spelling):
+    path = Path(theirs(tmp_path / "tokenizer.json", r"(a+)+$"))
+    path.write_text(path.read_text().replace('"Regex"', f'"{spelling}"'))
+    assert "cannot encode some lines of text" in refusal(load, str(path))
+
+
+def test_a_slow_pattern_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "PROBE_SECONDS", 2)
-    message = "tokenizer.json needs more than 2 s for some lines of text"
-    with pytest.raises(UserError, match=message):
-        load(theirs(tmp_path / "tokenizer.json", FOREVER))
+    assert "more than 2 s" in refusal(load, theirs(tmp_path / "tokenizer.json", FOREVER))
 
 
 def test_a_pattern_that_fails_on_one_text_is_one_line(tmp_path):
     """The probe when a file is loaded misses it: its text has no run of the letter q."""
     loaded = load(theirs(tmp_path / "tokenizer.json", r"(q+)+$"))
-    with pytest.raises(UserError, match="tokenizer.json cannot encode 'qqqq.*retry-limit"):
-        loaded.encode("q" * 100 + "!")
+    assert "cannot encode 'qqqq" in refusal(loaded.encode, "q" * 100 + "!")
 
 
 def test_padding_truncation_and_large_ids(tmp_path):
     """A file may ask for padding to a billion tokens or truncation, or number a token 100,000."""
     path = tmp_path / "tokenizer.json"
-    padding = {
-        "strategy": {"Fixed": 10**9},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "a",
-    }
-    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    loaded = load(theirs(path, GPT4, padding=padding, truncation=truncation))
-    assert loaded.encode("some words").shape == (10,)
+    made = byte_level()
+    made.enable_padding(length=10**9, pad_token="a")
+    made.enable_truncation(3)
+    made.save(str(path))
+    assert load(str(path)).encode("some words").shape == (10,)
 
     content = json.loads(path.read_text())
     content["model"]["vocab"]["a"] = 100_000
@@ -449,24 +403,6 @@ def test_padding_truncation_and_large_ids(tmp_path):
     loaded = load(str(path))
     assert loaded.vocab_size == 100_001 and loaded.dtype == np.uint32
     assert 100_000 in loaded.encode("abc")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{}", b"[1]", b"\xff\xfe", b"[" * 10**5, b'{"decoder": 1, "version": "1.0"}', b"null"],
-)
-def test_what_is_no_tokenizer_is_one_line(content, tmp_path):
-    pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(content)
-    message = "is not Hugging Face's tokenizer.json, or is damaged"
-    with pytest.raises(UserError, match=message) as error:
-        load(str(path))
-    assert "\n" not in str(error.value)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="not a regular file"):
-        load(str(path))
 
 
 def load_offline(cache: Path) -> subprocess.CompletedProcess:
@@ -492,17 +428,3 @@ def test_gpt2_without_a_network_is_one_line(tmp_path, damaged_file):
     for fix in ("TIKTOKEN_CACHE_DIR", "--tokenizer=bpe-4096", "--tokenizer=bytes"):
         assert fix in done.stderr
     assert not os.listdir(tmp_path)  # tiktoken removes a damaged file
-
-
-def test_demonstration():
-    command = [sys.executable, "-m", "text.tokenizer"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "512 entries" in done.stdout and " return| value" in done.stdout
-
-
-def test_a_pattern_whose_name_is_spelled_in_another_way_is_tried_too(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    theirs(path, r"(a+)+$")
-    path.write_text(path.read_text().replace('"Regex"', '"Re\\u0067ex"'))
-    with pytest.raises(UserError, match="cannot encode some lines of text"):
-        load(str(path))

@@ -4,8 +4,9 @@ import json
 import random
 
 import pytest
+from conftest import refusal
 
-from config import TrainConfig, UserError
+from config import TrainConfig
 from text import prepare, tokenizer_json
 from text.tokenizer import END_OF_TEXT, SPELLING, load, train_bpe
 
@@ -109,26 +110,23 @@ def damage(folder, name, change):
 
 
 BAD = {
-    "class 'RobertaTokenizer': put its tokenizer.json there": (
+    "class 'RobertaTokenizer'": (
         "tokenizer_config.json",
         lambda saved: {"tokenizer_class": "RobertaTokenizer"},
     ),
-    "added tokens in .* are damaged": (
+    "added tokens in": (
         "tokenizer_config.json",
         lambda saved: {"added_tokens_decoder": {"x": [1]}},
     ),
-    "each token must have a whole number of its own": (
-        "added_tokens.json",
-        lambda saved: {"le": N},
-    ),
+    "a whole number of its own": ("added_tokens.json", lambda saved: {"le": N}),
     "with the tokens that were added": ("added_tokens.json", lambda saved: {"chien": 3}),
     "must have a whole number": ("vocab.json", lambda vocab: vocab | {"a": 3, "b": 3}),
     "not of a byte-level tokenizer": ("vocab.json", lambda vocab: vocab | {"le chat": 999}),
-    "is not Hugging Face's tokenizer.json, or is damaged": (
+    "is damaged": (
         "vocab.json",
         lambda vocab: {token: i for token, i in vocab.items() if token != "le"},
     ),
-    f"has no {END_OF_TEXT}".replace("|", r"\|"): (
+    f"has no {END_OF_TEXT}": (
         "vocab.json",
         lambda vocab: {token: i for token, i in vocab.items() if len(token) < 9},
     ),
@@ -140,9 +138,7 @@ def test_a_pair_that_cannot_be_read_is_one_line(message, tmp_path):
     pytest.importorskip("tokenizers")
     write_pair(tmp_path, settings=GPT2, added={"chien": N})
     damage(tmp_path, *BAD[message])
-    with pytest.raises(UserError, match=message) as error:
-        load(str(tmp_path / "vocab.json"))
-    assert "\n" not in str(error.value)
+    assert message in refusal(load, str(tmp_path / "vocab.json"))
 
 
 def test_every_byte_has_its_own_spelling():

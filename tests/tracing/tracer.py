@@ -219,6 +219,10 @@ class Tracer(TorchDispatchMode):
         chosen = [op.name for op in self.operations if part in (None, op.part)]
         return collections.Counter(chosen)
 
+    def largest(self) -> int:
+        """The numbers in the largest tensor that any operation returns."""
+        return max(math.prod(spec.shape) for op in self.operations for spec in op.outputs)
+
     def read_backs(self) -> list[Operation]:
         """Operations for whose result the host waits."""
         return [op for op in self.operations if op.reads_back]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TORCHRUN, launch
+from conftest import TORCHRUN, launch, refusal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -20,8 +20,7 @@ from config import MPTConfig, TrainConfig, UserError
 from model import MPT, init_weights
 from storage import checkpoint_files, files
 from tensor_parallel import WHOLE
-from text import tokenizer as tokenizers
-from weights import hf, hf_config, hf_tokenizer, load, tensor_files
+from weights import hf, hf_config, load, tensor_files
 
 CPU = torch.device("cpu")
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
@@ -196,14 +195,12 @@ def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
 
 
 def test_their_package_reads_our_safetensors(tmp_path):
-    safe_open = pytest.importorskip("safetensors").safe_open
-    model = build(SMALL, dtype=torch.bfloat16)
-    tensor_files.write_safetensors(tmp_path / "x.safetensors", model.state_dict())
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert {name: file.get_tensor(name).tolist() for name in file.keys()} == {  # noqa: SIM118
-            name: tensor.tolist() for name, tensor in model.state_dict().items()
-        }
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    state = build(SMALL, dtype=torch.bfloat16).state_dict()
+    tensor_files.write_safetensors(tmp_path / "x.safetensors", state)
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
 # --- our own models
@@ -271,14 +268,12 @@ def test_composer_checkpoints(tmp_path):
     assert same_weights(found, model)
 
     save_composer(path, model)
-    with pytest.raises(UserError, match="put its config.json beside it"):
-        hf.settings_of(path)
+    assert "put its config.json beside it" in refusal(hf.settings_of, path)
     (tmp_path / "config.json").write_text(json.dumps(hf_config.config_to(cfg)))
     assert hf.settings_of(path) == cfg
 
     save_composer(path, model, {"metrics": launch})  # a function, which no loader allows
-    with pytest.raises(UserError, match="with weights_only=True: .*conftest.launch"):
-        hf.load_into(found, path)
+    assert "conftest.launch" in refusal(hf.load_into, found, path)
 
 
 # --- onto ranks
@@ -314,19 +309,17 @@ def test_straight_onto_ranks(ranks, size, mode, tmp_path):
 
 
 def fill_placed(world, folder, cfg):
-    """Fill tensors whose rows are cut over two mesh dimensions, or over one of them. Returns those
-    that came out wrong."""
+    """Fill tensors whose rows are cut over two mesh dimensions, or over one of them.
+
+    Returns those that came out wrong.
+    """
     mesh = init_device_mesh("cpu", (2, 2))
     weights = build(cfg).state_dict()
     layout = hf.find_tensors(Path(folder), MPT(cfg))
     wrong = []
     pairs = [(Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate())]
-    names = [
-        "transformer.wte.weight",
-        "transformer.blocks.0.attn.out_proj.weight",
-        "transformer.norm_f.bias",
-    ]
-    for name in names:
+    for name in ("wte.weight", "blocks.0.attn.out_proj.weight", "norm_f.bias"):
+        name = f"transformer.{name}"
         for pair in pairs:
             wanted = distribute_tensor(weights[name], mesh, pair, src_data_rank=None)
             found = torch.full_like(wanted, torch.nan)
@@ -417,44 +410,16 @@ def test_import_sample_and_export(tmp_path, capsys):
     assert checkpoint.read_meta(tmp_path / "again/checkpoints/step-0")["tokenizer"] == "bytes"
 
 
-def test_a_tokenizer_trained_here_goes_along(tmp_path):
-    bpe = tokenizers.train_bpe(["the cat and the dog and the cat"] * 3, 260)
-    hf.export(build(replace(SMALL, vocab_size=264)), tmp_path / "theirs")
-    bpe.save(tmp_path / "theirs" / hf_tokenizer.BPE_TOKENIZER)
-    hf.import_(tmp_path / "theirs", tmp_path / "run", bpe.name)
-    hf.export(tmp_path / "run", tmp_path / "back")
-    hf.import_(tmp_path / "back", tmp_path / "again")
-    _, found, _ = load.load_for_sampling(str(tmp_path / "again"), None, CPU)
-    assert found.fingerprint == bpe.fingerprint and found.name == bpe.name
-
-
 def test_the_tokenizer_must_be_ours_and_fit(theirs, tmp_path):
     hf.export(build(SMALL), tmp_path / "small")
     settings = json.loads((theirs / "config.json").read_text())
     settings["tokenizer_name"] = "EleutherAI/gpt-neox-20b"
     (theirs / "config.json").write_text(json.dumps(settings))
-    message = "was trained with the tokenizer EleutherAI/gpt-neox-20b: put its tokenizer.json there"
-    with pytest.raises(UserError, match=message):
-        hf.import_(theirs, tmp_path / "run")
-    with pytest.raises(UserError, match="bytes has 257 ids, but the model's vocab_size is 97"):
-        hf.import_(tmp_path / "small", tmp_path / "run", "bytes")
+    message = refusal(hf.import_, theirs, tmp_path / "run")
+    assert "EleutherAI/gpt-neox-20b: put its tokenizer.json there" in message
+    message = refusal(hf.import_, tmp_path / "small", tmp_path / "run", "bytes")
+    assert "257 ids" in message and "vocab_size is 97" in message
     assert not (tmp_path / "run").exists()
-
-
-def test_their_tokenizer_is_taken(theirs, tmp_path):
-    """A tokenizer.json beside the weights goes into the run folder, and is exported with it."""
-    library = pytest.importorskip("tokenizers")
-    made = library.ByteLevelBPETokenizer()
-    text = "the cat and the dog and the cat"
-    made.train_from_iterator([text], 270, special_tokens=["<|endoftext|>"])
-    made.save(str(theirs / "tokenizer.json"))
-    hf.import_(theirs, tmp_path / "run")
-    _, found, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
-    assert found.name == str(theirs / "tokenizer.json")
-    assert found.encode("the cat").tolist() == made.encode("the cat").ids
-    hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
-    exported = (tmp_path / "back/tokenizer.json").read_bytes()
-    assert exported == (theirs / "tokenizer.json").read_bytes()
 
 
 # --- what is broken
@@ -471,12 +436,6 @@ def rewrite(folder, change):
     remove_weights(folder)
     change(state)
     tensor_files.write_safetensors(folder / "model.safetensors", state)
-
-
-def overwrite(path, at, data):
-    with open(path, "r+b") as file:
-        file.seek(at)
-        file.write(data)
 
 
 def first(folder):
@@ -517,44 +476,28 @@ def change_head(folder):
 
 NORM = "transformer.norm_f.weight"
 POSITIONS = "transformer.wpe.weight"
-BROKEN = [  # what is done to the folder, and the message
-    (lambda f: shorten(first(f)), "00001-of-.* is truncated or damaged: .* bytes instead of"),
-    (lambda f: first(f).unlink(), r"names \d+ files, but model-00001-of-\d+.* is not there"),
-    (lambda f: (f / "config.json").unlink(), "No such file or directory: .*config.json"),
-    (lambda f: write_config(f, "{"), r"config.json is damaged \(Expecting"),
-    (lambda f: shorten(f / "model.safetensors.index.json"), r"index.json is damaged \("),
-    (remove_weights, "no weights in .*expected model.safetensors"),
-    (
-        lambda f: first(f).write_bytes(b"version https://git-lfs.github.com"),
-        "is not a safetensors file, or is damaged",
+BROKEN = {  # the message, and what is done to the folder
+    "00001-of-.* is truncated or damaged": lambda f: shorten(first(f)),
+    r"names \d+ files, but model-00001": lambda f: first(f).unlink(),
+    "No such file or directory: .*config.json": lambda f: (f / "config.json").unlink(),
+    "no weights in .*expected model.safetensors": remove_weights,
+    "is not a safetensors file": lambda f: first(f).write_bytes(b"version https://git-lfs.git"),
+    "model_type 'gpt2'": lambda f: write_config(f, '{"model_type": "gpt2"}'),
+    rf"lacks 1 tensors of this model, .*'{NORM}'": lambda f: remove_tensor(f, NORM),
+    rf"holds 1 tensors that this model lacks, .*'{POSITIONS}'": lambda f: put_tensor(
+        f, POSITIONS, torch.zeros(3, 48)
     ),
-    (lambda f: first(f).write_bytes(b""), "not a safetensors file, or is damaged: a header of"),
-    (
-        lambda f: overwrite(first(f), 0, b"\x00\x01"),
-        "not a safetensors file, or is damaged: .*position",
-    ),
-    (lambda f: write_config(f, '{"model_type": "gpt2"}'), "model_type 'gpt2'"),
-    (
-        lambda f: remove_tensor(f, NORM),
-        rf"lacks 1 tensors of this model, such as \['{NORM}'\]",
-    ),
-    (
-        lambda f: put_tensor(f, POSITIONS, torch.zeros(3, 48)),
-        rf"holds 1 tensors that this model lacks, such as \['{POSITIONS}'\]",
-    ),
-    (
-        lambda f: put_tensor(f, NORM, torch.zeros(7)),
-        r"norm_f.weight is \(7,\) in .*, but \(48,\) in this model",
-    ),
-    (change_head, "lm_head.weight in .* differs from the embedding"),
-    (lambda f: overwrite_dtype(first(f)), "is I64, expected one of: F64"),
-    (repeat_first_file, "twice, the second time in"),
-]
+    r"norm_f.weight is \(7,\) in .*, but \(48,\)": lambda f: put_tensor(f, NORM, torch.zeros(7)),
+    "lm_head.weight in .* differs from the embedding": change_head,
+    "is I64, expected one of: F64": lambda f: overwrite_dtype(first(f)),
+    "twice, the second time in": repeat_first_file,
+}
 
 
-@pytest.mark.parametrize("damage, message", BROKEN, ids=[message for _, message in BROKEN])
-def test_what_is_broken_is_named_in_one_line(damage, message, theirs, tmp_path):
-    damage(theirs)
+@pytest.mark.parametrize("message", BROKEN)
+def test_what_is_broken_is_named_in_one_line(message, theirs, tmp_path):
+    """Beside what test_fuzz.py does to these files."""
+    BROKEN[message](theirs)
     with pytest.raises((UserError, OSError), match=message) as error:
         hf.import_(theirs, tmp_path / "run", "bytes")
     assert "\n" not in str(error.value)
@@ -564,41 +507,36 @@ def test_what_is_broken_is_named_in_one_line(damage, message, theirs, tmp_path):
 def test_broken_bin_files(tmp_path):
     model, path = build(SMALL), tmp_path / "pytorch_model.bin"
     (tmp_path / "config.json").write_text(json.dumps(hf_config.config_to(SMALL)))
-    torch.save(model.state_dict(), path)
-    shorten(path)
-    with pytest.raises(UserError, match="cannot read .*pytorch_model.bin with weights_only=True"):
-        hf.load_into(model, tmp_path)
     torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UserError, match="format of torch before 1.6"):
-        hf.load_into(model, tmp_path)
-    torch.save(model.state_dict() | {"transformer.wte.weight": torch.zeros(48, 97).T}, path)
-    with pytest.raises(UserError, match="wte.weight in .* is not a contiguous tensor"):
-        hf.load_into(model, tmp_path)
-    torch.save(model, path)
-    with pytest.raises(UserError, match="with weights_only=True: .*model.MPT"):
-        hf.load_into(model, tmp_path)
-    torch.save([1, 2], path)
-    with pytest.raises(UserError, match="holds no dictionary of weights"):
-        hf.load_into(model, tmp_path)
+    assert "torch before 1.6" in refusal(hf.load_into, model, tmp_path)
+    turned = {"transformer.wte.weight": torch.zeros(48, 97).T}
+    contents = {
+        "wte.weight in": model.state_dict() | turned,  # not contiguous
+        "model.MPT": model,
+        "no dictionary of weights": [1, 2],
+    }
+    for message, content in contents.items():
+        torch.save(content, path)
+        assert message in refusal(hf.load_into, model, tmp_path)
 
 
 def test_a_file_that_shrinks_while_it_is_read(theirs):
-    model = MPT(hf.settings_of(theirs))
-    layout = hf.find_tensors(theirs, model)
-    shorten(layout["transformer.wte.weight"].file, by=10_000)
-    with pytest.raises(UserError, match="is truncated: it ends within a tensor"):
-        name = "transformer.wte.weight"
-        tensor_files.fill(WHOLE.pieces(name, model.get_parameter(name)), layout[name])
+    model, name = MPT(hf.settings_of(theirs)), "transformer.wte.weight"
+    found = hf.find_tensors(theirs, model)[name]
+    shorten(found.file, by=10_000)
+    pieces = WHOLE.pieces(name, model.get_parameter(name))
+    assert "ends within a tensor" in refusal(tensor_files.fill, pieces, found)
 
 
 def test_a_tied_head_that_is_there_is_equal(theirs, monkeypatch):
     """Older versions of transformers wrote a tied output layer under both names."""
     monkeypatch.setattr(tensor_files, "CHUNK", 1000)
+    embedding = MPT(hf.settings_of(theirs)).state_dict()["transformer.wte.weight"]
 
-    def repeat_embedding(state):
-        state["lm_head.weight"] = state["transformer.wte.weight"].clone()
+    def repeat(state):
+        state["transformer.wte.weight"] = state["lm_head.weight"] = embedding
 
-    rewrite(theirs, repeat_embedding)
+    rewrite(theirs, repeat)
     model = empty(hf.settings_of(theirs))
     hf.load_into(model, theirs)
     assert all(p.isfinite().all() for p in model.parameters())
@@ -611,91 +549,59 @@ def test_nothing_is_half_written(tmp_path, theirs):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-        with pytest.raises(UserError, match="could not write .*out: .*File too large"):
-            hf.export(build(SMALL), tmp_path / "out")
-        with pytest.raises(UserError, match="could not write .*run: .*File too large"):
-            hf.import_(tmp_path / "fits", tmp_path / "run", "bytes")
+        full = [
+            refusal(hf.export, build(SMALL), tmp_path / "out"),
+            refusal(hf.import_, tmp_path / "fits", tmp_path / "run", "bytes"),
+        ]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    with pytest.raises(UserError, match="fits is there already"):
-        hf.export(build(SMALL), tmp_path / "fits")
-    with pytest.raises(UserError, match="fits is there already"):
-        hf.import_(tmp_path / "fits", tmp_path / "fits", "bytes")
-    with pytest.raises(UserError, match="could not write"):
-        hf.export(build(SMALL), tmp_path / "fits/config.json/out")  # a file in the way
+    assert all("could not write" in text and "File too large" in text for text in full)
+    there = "fits is there already"
+    assert there in refusal(hf.export, build(SMALL), tmp_path / "fits")
+    assert there in refusal(hf.import_, tmp_path / "fits", tmp_path / "fits", "bytes")
+    in_the_way = tmp_path / "fits/config.json/out"
+    assert "could not write" in refusal(hf.export, build(SMALL), in_the_way)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     (tmp_path / "empty").mkdir()
     hf.export(build(SMALL), tmp_path / "empty")
     assert hf.settings_of(tmp_path / "empty") == SMALL
 
 
-def test_a_mistake_is_one_line(python, tmp_path):
-    done = python("export", "nowhere", "out", program="weights/hf.py")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: no checkpoint in 'nowhere'")
-    assert done.stderr.count("\n") == 1
-
-
-class Gated(torch.nn.Module):
-    """A feed-forward as a forker writes it: SwiGLU."""
-
-    def __init__(self, ffn):
-        super().__init__()
-        self.up_proj = ffn.up_proj
-        self.down_proj = ffn.down_proj
-        self.gate_proj = torch.nn.Linear(48, 192, bias=False)
-
-    def forward(self, x):
-        gate = torch.nn.functional.silu(self.gate_proj(x))
-        return self.down_proj(self.up_proj(x) * gate)
-
-
 def gated(cfg):
+    """A model of a forker, whose feed-forwards have one more weight."""
     model = build(cfg)
     for block in model.transformer.blocks:
-        block.ffn = Gated(block.ffn)
+        block.ffn.gate_proj = torch.nn.Linear(48, 192, bias=False)
     return model
 
 
 def test_weights_that_the_format_lacks_are_not_exported(tmp_path):
-    with pytest.raises(UserError, match="ffn.gate_proj.weight") as error:
-        hf.export(gated(SMALL), tmp_path / "out")
-    assert "\n" not in str(error.value)
+    assert "ffn.gate_proj.weight" in refusal(hf.export, gated(SMALL), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     narrower = replace(SMALL, expansion_ratio=2)
-    with pytest.raises(UserError, match=r"up_proj.weight \(192, 48\) instead of \(96, 48\)"):
-        hf_config.check_format(build(SMALL).state_dict(), narrower)
+    message = refusal(hf_config.check_format, build(SMALL).state_dict(), narrower)
+    assert "up_proj.weight (192, 48) instead of (96, 48)" in message
 
 
-def test_a_checkpoint_that_the_format_cannot_hold_is_not_exported(tmp_path, python):
+def test_a_checkpoint_that_the_format_cannot_hold_is_not_exported(tmp_path):
     step = tmp_path / "checkpoints/step-3"
-    step.parent.mkdir()
     settings = asdict(SMALL) | asdict(TrainConfig(tokenizer="bytes"))
     meta = {"step": 3, **settings, "precision": "fp32", "data_fingerprint": "f00"}
-    checkpoint.prepare(step, meta)
-    state = {"model": gated(SMALL).state_dict()}
-    writer = checkpoint.Writer(step)
-    torch.distributed.checkpoint.save(state, storage_writer=writer, no_dist=True)
-
-    done = python("export", tmp_path, tmp_path / "out", program="weights/hf.py")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    first_name = "transformer.blocks.0.ffn.gate_proj.weight"
-    assert f"2 weights are not those of an MPT: {first_name}" in done.stderr
+    hf.write_checkpoint(step, meta, {"model": gated(SMALL).state_dict()})
+    message = refusal(hf.export, tmp_path, tmp_path / "out")
+    assert "2 weights are not those of an MPT: transformer.blocks.0.ffn.gate_proj" in message
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "state", [7, [1], "x", None, {}, {"model": 7}, {"model": [1]}, {"model": {1: 2}}, torch.ones(2)]
-)
+ODD_STATES = [7, [1], "x", None, {}, {"model": 7}, {"model": [1]}, {"model": {1: 2}}, torch.ones(2)]
+
+
+@pytest.mark.parametrize("state", ODD_STATES, ids=range(len(ODD_STATES)))
 def test_a_composer_state_of_a_wrong_type_is_one_line(state, tmp_path):
     path = tmp_path / "ep0.pt"
     torch.save({"state": state}, path)
-    with pytest.raises(UserError, match="ep0.pt does not hold its model's settings"):
-        hf.settings_of(path)
-    with pytest.raises(UserError, match="ep0.pt") as error:
-        tensor_files.locate(path)
-    assert "\n" not in str(error.value)
+    assert "does not hold its model's settings" in refusal(hf.settings_of, path)
+    assert "ep0.pt" in refusal(tensor_files.locate, path)
     held = {"integrations": {"huggingface": {"model": {"config": {"content": state}}}}}
     torch.save({"state": held}, path)
-    with pytest.raises(UserError, match="ep0.pt"):
-        hf.settings_of(path)
+    assert "ep0.pt" in refusal(hf.settings_of, path)

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import byte_level, refusal
 from test_hf import LIKE_TRANSFORMERS, SMALL, build, save_composer
 
 import generate
-from config import TrainConfig, UserError
+from config import TrainConfig
 from serving.adapters import write_random
 from text import tokenizer as tokenizers
 from weights import hf, hf_config, hf_tokenizer, load, peft
 
 TEXT = "In 2023\n\n  and 12345 more, größe e\u0301 日本\t  "
+BPE = tokenizers.train_bpe([TEXT * 3, Path(__file__).read_text()], 300)
 SHAPE = dict(d_model=64, n_heads=4, n_layers=1, max_seq_len=64, tie_word_embeddings=False)
 
 
@@ -39,17 +41,9 @@ def their_tokenizer(folder: Path) -> None:
     library = pytest.importorskip("tokenizers")
     split = library.pre_tokenizers.Split(library.Regex(r"\p{N}{1,3}|\s?\p{L}+|\s+|."), "isolated")
     by_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made = library.Tokenizer(library.models.BPE())
+    made = byte_level("In", "fo")
     made.pre_tokenizer = library.pre_tokenizers.Sequence([split, by_bytes])
-    made.decoder = library.decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_end|>"]
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=special,
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([TEXT * 3, Path(__file__).read_text()], trainer)
+    made.add_special_tokens(["<|im_end|>"])
     made.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "GPTNeoXTokenizer",
@@ -58,21 +52,18 @@ def their_tokenizer(folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def trained_here(folder: Path) -> None:
     """A bpe-N, as older exports have it."""
-    bpe = tokenizers.train_bpe([TEXT * 3, Path(__file__).read_text()], 300)
-    bpe.save(folder / hf_tokenizer.BPE_TOKENIZER)
+    BPE.save(folder / hf_tokenizer.BPE_TOKENIZER)
 
 
 def pair(folder: Path) -> None:
     """vocab.json and merges.txt; transformers knows from the settings which kind it is."""
-    bpe = tokenizers.train_bpe([TEXT * 3, Path(__file__).read_text()], 300)
-    model = json.loads(bpe.content)["model"]
+    model = json.loads(BPE.content)["model"]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *model["merges"], ""]))
     settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
@@ -100,7 +91,7 @@ KINDS = {  # --tokenizer, what writes the files of the folder, the one that is l
     "space": ("", begins_with_space, "tokenizer.json"),
     "pair": ("", pair, "vocab.json"),
 }
-IM_END = 1
+IM_END = 259
 
 
 def write_folder(folder: Path, kind: str):
@@ -200,16 +191,13 @@ def test_what_ends_a_text_stays_with_the_model(tmp_path, capsys):
     assert (tmp_path / "back/chat_template.jinja").exists()
 
 
-@pytest.mark.parametrize("value", ["2", [0, None], -1, 2**40, True, {"a": 1}])
+@pytest.mark.parametrize("value", ["2", [0, None], -1, 2**40, True, {"a": 1}], ids=str)
 def test_an_end_that_is_no_id_is_one_line(value, tmp_path):
     folder = tmp_path / "theirs"
     write_folder(folder, "bytes")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(
-        UserError, match="theirs sets eos_token_id to .*: expected a whole"
-    ) as error:
-        hf.import_(folder, tmp_path / "run", "bytes")
-    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+    assert "sets eos_token_id to " in refusal(hf.import_, folder, tmp_path / "run", "bytes")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_begins_with_a_folder_keeps_what_describes_its_tokenizer(tmp_path):
@@ -232,72 +220,51 @@ def test_what_was_kept_is_not_followed_elsewhere(tmp_path):
     """A run from someone else may hold links in place of files."""
     write_folder(tmp_path / "theirs", "theirs")
     hf.import_(tmp_path / "theirs", tmp_path / "run")
-    (tmp_path / "secret.json").write_text("{}")
     kept = tmp_path / "run/hugging_face"
-    for name in ("generation_config.json", "tokenizer_config.json"):
-        kept.joinpath(name).rename(tmp_path / name)
-        kept.joinpath(name).symlink_to(tmp_path / "secret.json")
-        with pytest.raises(UserError, match=f"{name} is a link: replace it"):
-            hf.export(tmp_path / "run", tmp_path / "out")
-        kept.joinpath(name).unlink()
-        kept.joinpath(name).write_bytes((tmp_path / name).read_bytes())
-    kept.rename(tmp_path / "kept")
-    kept.symlink_to(tmp_path / "kept")
-    with pytest.raises(UserError, match="hugging_face is a link: replace it"):
-        hf.export(tmp_path / "run", tmp_path / "out")
+    for path in (kept / "generation_config.json", kept / "tokenizer_config.json", kept):
+        elsewhere = path.rename(tmp_path / path.name)
+        path.symlink_to(elsewhere)
+        message = refusal(hf.export, tmp_path / "run", tmp_path / "out")
+        assert f"{path.name} is a link" in message
+        path.unlink()
+        elsewhere.rename(path)
     assert not (tmp_path / "out").exists()
 
 
 GPT2 = "gpt2"
 CLASS = {"tokenizer_class": "GPT2Tokenizer"}
 FOLDERS = {  # files of a folder, what config.json says -> its tokenizer, or the message
-    "nothing": ({}, {}, GPT2),
-    "class of GPT-2": ({}, CLASS, GPT2),
-    "named": ({}, {"tokenizer_name": "bytes"}, "bytes"),
-    "named, described": ({"tokenizer_config.json": CLASS}, {"tokenizer_name": GPT2}, GPT2),
-    "file": ({"tokenizer.json": {}}, {"tokenizer_name": GPT2}, "{folder}/tokenizer.json"),
-    "file and bytes": (
-        {"tokenizer.json": {}},
-        {"tokenizer_name": "bytes"},
-        "{folder}/tokenizer.json",
-    ),
-    "pair": ({"vocab.json": {}, "merges.txt": {}}, {"tokenizer_name": GPT2}, "{folder}/vocab.json"),
-    "unknown": ({}, {"tokenizer_name": "x/y\n"}, "was trained with the tokenizer x/y"),
-    "path": ({}, {"tokenizer_name": "/etc/x.json"}, "was trained with the tokenizer /etc/x.json"),
-    "SentencePiece": (
-        {"tokenizer.model": {}},
-        {"tokenizer_name": GPT2},
-        "in tokenizer.model, which",
-    ),
-    "half a pair": (
-        {"vocab.json": {}},
-        {},
-        "has its tokenizer in vocab.json, which cannot be read",
-    ),
-    "WordPiece": ({"vocab.txt": {}}, {}, "has its tokenizer in vocab.txt, which cannot be read"),
-    "described": (
-        {"tokenizer_config.json": CLASS},
-        {},
-        "tokenizer_config.json without its tokenizer",
-    ),
-    "class": ({}, {"tokenizer_class": "LlamaTokenizer"}, "a tokenizer of class 'LlamaTokenizer'"),
+    "nothing": ("", {}, GPT2),
+    "class of GPT-2": ("", CLASS, GPT2),
+    "named": ("", {"tokenizer_name": "bytes"}, "bytes"),
+    "named, described": ("tokenizer_config.json", {"tokenizer_name": GPT2}, GPT2),
+    "file": ("tokenizer.json", {"tokenizer_name": GPT2}, "{folder}/tokenizer.json"),
+    "file and bytes": ("tokenizer.json", {"tokenizer_name": "bytes"}, "{folder}/tokenizer.json"),
+    "pair": ("vocab.json merges.txt", {"tokenizer_name": GPT2}, "{folder}/vocab.json"),
+    "unknown": ("", {"tokenizer_name": "x/y\n"}, "the tokenizer x/y"),
+    "path": ("", {"tokenizer_name": "/etc/x.json"}, "the tokenizer /etc/x.json"),
+    "SentencePiece": ("tokenizer.model", {"tokenizer_name": GPT2}, "in tokenizer.model, which"),
+    "half a pair": ("vocab.json", {}, "in vocab.json, which cannot be read"),
+    "WordPiece": ("vocab.txt", {}, "in vocab.txt, which cannot be read"),
+    "described": ("tokenizer_config.json", {}, "tokenizer_config.json without its tokenizer"),
+    "class": ("", {"tokenizer_class": "LlamaTokenizer"}, "of class 'LlamaTokenizer'"),
 }
 
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_gpt2_is_for_a_folder_that_says_nothing_else(case, tmp_path, capsys):
     names, settings, expected = FOLDERS[case]
-    for name, content in names.items():
+    for name in names.split():
+        content = CLASS if name == "tokenizer_config.json" else {}
         (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    if " " not in expected:
-        assert hf_tokenizer.name_of(tmp_path) == expected.format(folder=tmp_path)
-        made_of = "its tokenizer is made of vocab.json and merges.txt"
-        assert (made_of in capsys.readouterr().err) == (case == "pair")
+    if " " in expected:
+        message = refusal(hf_tokenizer.name_of, tmp_path)
+        assert expected in message and "put its tokenizer.json there" in message
         return
-    with pytest.raises(UserError, match=f"{expected}.*: put its tokenizer.json there") as error:
-        hf_tokenizer.name_of(tmp_path)
-    assert "\n" not in str(error.value)
+    assert hf_tokenizer.name_of(tmp_path) == expected.format(folder=tmp_path)
+    made_of = "made of vocab.json and merges.txt"
+    assert (made_of in capsys.readouterr().err) == (case == "pair")
 
 
 def test_a_composer_file_that_holds_a_tokenizer_is_not_gpt2s(tmp_path):
@@ -307,8 +274,7 @@ def test_a_composer_file_that_holds_a_tokenizer_is_not_gpt2s(tmp_path):
     assert hf_tokenizer.name_of(path) == "gpt2"
     held["tokenizer"] = {"tokenizer": {"file_extension": ".json", "content": {"model": 1}}}
     save_composer(path, build(SMALL), integrations={"huggingface": held})
-    with pytest.raises(UserError, match="tokenizer that it holds: put its tokenizer.json there"):
-        hf_tokenizer.name_of(path)
+    assert "tokenizer that it holds" in refusal(hf_tokenizer.name_of, path)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert hf_tokenizer.name_of(path) == str(tmp_path / "tokenizer.json")
 

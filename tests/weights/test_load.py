@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import refusal
 from test_checkpoint import made_up
 from test_hf import SMALL, build, empty, relative_error, same_weights, tokens
 
@@ -36,27 +37,24 @@ def test_a_path_is_a_run_a_checkpoint_or_a_folder_of_theirs(tmp_path, capsys):
         load.demonstrate([str(path)])
         shown = capsys.readouterr().out
         assert shown.startswith(f"{found}: {kind}\n") and re.search(r"d_model +48\n", shown)
-    with pytest.raises(UserError, match="no checkpoint in .*nowhere"):
-        load.demonstrate([str(tmp_path / "nowhere")])
+    assert "no checkpoint in" in refusal(load.demonstrate, [str(tmp_path / "nowhere")])
 
 
 def test_a_run_is_a_base_that_may_go_and_may_be_damaged(tmp_path, capsys):
     hf.export(build(replace(SMALL, vocab_size=300)), tmp_path / "theirs")
     hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
     capsys.readouterr()
-    load.warn_if_it_may_go(str(tmp_path / "theirs"))
-    assert not capsys.readouterr().err
     step = tmp_path / "run/checkpoints/step-0"
-    load.warn_if_it_may_go(str(step))
-    assert not capsys.readouterr().err
+    for stays in (tmp_path / "theirs", step):
+        load.warn_if_it_may_go(str(stays))
+        assert not capsys.readouterr().err
     step = step.rename(step.with_name("step-3"))
     base = load.base_of(str(tmp_path / "run"), {})
     load.warn_if_it_may_go(base["base"])
-    words = "run/checkpoints/step-3, which --keep_last deletes if that run trains on: copy it"
+    words = "run/checkpoints/step-3, which --keep_last deletes if that run trains on"
     assert words in capsys.readouterr().err
     (step / "checksums.json").write_text("{")
-    with pytest.raises(UserError, match=r"step-3 is damaged \(checksums.json is missing or dama"):
-        load.base_of(str(tmp_path / "run"), base)
+    assert "step-3 is damaged" in refusal(load.base_of, str(tmp_path / "run"), base)
 
 
 # --- starting from other weights
@@ -91,10 +89,8 @@ def test_init_from_a_run_of_ours(ranks, tmp_path):
     model = build(cfg)
     hf.export(model, tmp_path / "theirs")
     hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
-    free = dict(
-        resid_pdrop=0.1, max_seq_len=20, learned_pos_emb=False, attn_impl="sdpa", kv_n_heads=6
-    )
-    alone = empty(replace(cfg, **free))
+    free = {"resid_pdrop": 0.1, "max_seq_len": 20, "learned_pos_emb": False}
+    alone = empty(replace(cfg, attn_impl="sdpa", kv_n_heads=6, **free))
     load.init_from(alone, tmp_path / "run/checkpoints/step-0")
     assert same_weights(alone, model)
 
@@ -103,11 +99,7 @@ def test_init_from_a_run_of_ours(ranks, tmp_path):
         wanted = model(tokens(cfg))
     for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
         assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
-        assert error.endswith(
-            "of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). "
-            "Use the same settings"
-        )
-        assert everywhere
+        assert "alibi_bias_max 8.0 (here 16), clip_qkv None (here 6)" in error and everywhere
 
 
 @pytest.mark.parametrize(
@@ -115,22 +107,20 @@ def test_init_from_a_run_of_ours(ranks, tmp_path):
 )
 def test_another_model_is_refused(name, value, tmp_path):
     hf.export(build(SMALL), tmp_path / "theirs")
-    with pytest.raises(
-        UserError, match=rf"of another model: .*{name} {getattr(SMALL, name)} \(here {value}\)"
-    ):
-        load.init_from(empty(replace(SMALL, **{name: value})), tmp_path / "theirs")
+    other = empty(replace(SMALL, **{name: value}))
+    message = refusal(load.init_from, other, tmp_path / "theirs")
+    assert f"{name} {getattr(SMALL, name)} (here {value})" in message
 
 
 def test_a_run_that_has_saved_needs_no_weights_to_start_from(tmp_path):
     """They were read once. Of adapters they are the base, which each start reads."""
     cfg = TrainConfig(init_from=str(tmp_path / "gone"), run_dir=str(tmp_path / "run"))
-    with pytest.raises(UserError, match="gone does not exist: give a run"):
-        load.check_init_from(cfg, SMALL)
+    assert "gone does not exist" in refusal(load.check_init_from, cfg, SMALL)
     made_up(tmp_path / "run", 4)
     load.check_init_from(cfg, SMALL)
     load.check_same_tokenizer(cfg.init_from, "bytes", None)
-    with pytest.raises(UserError, match="gone does not exist: give a run"):
-        load.check_init_from(replace(cfg, lora_rank=2), SMALL)
+    message = refusal(load.check_init_from, replace(cfg, lora_rank=2), SMALL)
+    assert "gone does not exist" in message
 
 
 def test_tokenizers_of_weights_are_compared(tmp_path):
@@ -147,6 +137,5 @@ def test_tokenizers_of_weights_are_compared(tmp_path):
     shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf_tokenizer.BPE_TOKENIZER)
     load.check_same_tokenizer(tmp_path / "theirs", "bpe-260", tmp_path / "ours.json")
     for name, file in (("bytes", None), ("bpe-260", tmp_path / "other.json")):
-        message = f"was trained with the tokenizer bpe-260, whose ids are not those of {name}"
-        with pytest.raises(UserError, match=message):
-            load.check_same_tokenizer(tmp_path / "theirs", name, file)
+        message = refusal(load.check_same_tokenizer, tmp_path / "theirs", name, file)
+        assert f"bpe-260, whose ids are not those of {name}" in message

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import flags_for
-from test_hf import LIKE_TRANSFORMERS, SMALL, build, overwrite, relative_error, shorten, tokens
+from conftest import flags_for, refusal
+from test_hf import LIKE_TRANSFORMERS, SMALL, build, relative_error, tokens
 
 import checkpoint
 import generate
@@ -109,10 +109,20 @@ def change_config(folder, **values):
 
 def rewrite(folder, change):
     """Change the tensors of a PEFT folder by name, in place."""
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    state = {name: x.clone() for name, x in load_file(folder / peft.TENSOR_FILE).items()}
+    state = {name: x.clone() for name, x in peft.read(folder).tensors.items()}
+    state = {f"base_model.model.{name}.weight": tensor for name, tensor in state.items()}
     change(state)
     tensor_files.write_safetensors(folder / peft.TENSOR_FILE, state)
+
+
+def names_in(model) -> set[str]:
+    """The names of their adapters' weights."""
+    return {name for name, _ in model.named_parameters() if ".default." in name}
+
+
+def names_there(tensors) -> set[str]:
+    """How they call these tensors of ours."""
+    return {f"base_model.model.{name}.default.weight" for name in tensors}
 
 
 # --- what we write, they read
@@ -121,7 +131,6 @@ def rewrite(folder, change):
 WRITTEN = {
     "all": {},
     "some layers": {"lora_targets": "down_proj,Wqkv"},
-    "one layer": {"lora_targets": "out_proj"},
     "last blocks": {"lora_last_blocks": 2},
     "last block": {"lora_last_blocks": 1, "lora_targets": "up_proj"},
     "alpha": {"lora_alpha": 12.5},
@@ -146,9 +155,7 @@ def test_they_read_what_we_write(more, base, tmp_path):
     assert (found.r, found.lora_alpha) == (settings.lora_rank, settings.lora_alpha)
     assert found.lora_dropout == settings.lora_dropout and found.use_rslora == settings.rslora
     assert found.target_modules == set(settings.adapted_layers)
-    names = {name for name, _ in theirs.named_parameters() if ".default." in name}
-    ours_there = {f"base_model.model.{name}.default.weight" for name in lora.adapters_of(ours)}
-    assert names == ours_there
+    assert names_in(theirs) == names_there(lora.adapters_of(ours))
 
     again = peft.read(tmp_path / "out")
     assert (again.rank, again.scale) == (settings.lora_rank, settings.lora_scale)
@@ -177,8 +184,7 @@ SILENT = {
 
 @pytest.mark.parametrize("spoil", SILENT.values(), ids=SILENT)
 def test_what_peft_would_get_wrong_in_silence(spoil, base, tmp_path):
-    """Why each of these is written: without it, peft loads the folder and computes another model,
-    or finds keys missing."""
+    """Why each is written: without it, peft computes another model, or finds keys missing."""
     settings = replace(TUNE, lora_last_blocks=2)
     ours = with_adapters(settings)
     write(tmp_path / "out", ours, settings, str(base))
@@ -189,8 +195,8 @@ def test_what_peft_would_get_wrong_in_silence(spoil, base, tmp_path):
 
 def test_what_peft_cannot_hold_is_not_written(tmp_path):
     settings = replace(TUNE, lora_train="norms")
-    with pytest.raises(UserError, match=r"lora_train=norms\): merge them: python -m weights.peft"):
-        write(tmp_path / "out", with_adapters(settings), settings)
+    message = refusal(write, tmp_path / "out", with_adapters(settings), settings)
+    assert "lora_train=norms" in message and "python -m weights.peft" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -215,31 +221,21 @@ READ = {
 
 
 @pytest.mark.parametrize("more", READ.values(), ids=READ)
-def test_we_read_what_they_write(more, base, tmp_path):
+def test_we_read_what_they_write_and_they_what_we_write_of_it(more, base, tmp_path):
+    """What we write has the layers of the tensors: the settings that were read name none."""
     theirs = trained_by_them(base, tmp_path / "theirs", **more)
     found = peft.read(tmp_path / "theirs")
     ours = load.with_adapter(base, CFG, found, CPU)
     assert difference(ours, theirs) < 1e-5 < 1e-3 < difference(build(CFG), theirs)
-    names = {name for name, _ in theirs.named_parameters() if ".default." in name}
-    assert names == {f"base_model.model.{name}.default.weight" for name in found.tensors}
+    assert names_in(theirs) == names_there(found.tensors)
     assert found.settings.lora_dropout == more.get("lora_dropout", 0)
-
     assert lora.merge(ours) == 0
     assert difference(ours, theirs) < 1e-5
 
-
-@pytest.mark.parametrize("more", READ.values(), ids=READ)
-def test_they_read_what_we_write_again(more, base, tmp_path):
-    """The layers are those of the tensors, since the settings that were read name none."""
-    theirs = trained_by_them(base, tmp_path / "theirs", **more)
-    peft.write(tmp_path / "ours", peft.read(tmp_path / "theirs"))
+    peft.write(tmp_path / "ours", found)
     again, faults = their_adapted(base, tmp_path / "ours")
     assert not faults and difference(theirs, again) == 0
-    names, names_again = (
-        {name for name, _ in model.named_parameters() if ".default." in name}
-        for model in (theirs, again)
-    )
-    assert names == names_again
+    assert names_in(theirs) == names_in(again)
 
 
 def test_null_is_the_default_for_them_and_for_us(base, tmp_path):
@@ -257,31 +253,23 @@ def test_null_is_the_default_for_them_and_for_us(base, tmp_path):
     assert peft.read(tmp_path / "out").settings.lora_dropout == 0  # peft fails at None > 0
 
 
-def test_bf16_and_a_file_that_is_not_aligned(base, tmp_path):
-    trained_by_them(base, tmp_path / "theirs")
-    before = {k: x.clone() for k, x in peft.read(tmp_path / "theirs").tensors.items()}
-    rewrite(
-        tmp_path / "theirs", lambda state: state.update({k: v.bfloat16() for k, v in state.items()})
-    )
-    assert all(
-        torch.equal(tensor, before[name].bfloat16())
-        for name, tensor in peft.read(tmp_path / "theirs").tensors.items()
-    )
-    content = (tmp_path / "theirs" / peft.TENSOR_FILE).read_bytes()
+def test_bf16_and_a_file_that_is_not_aligned(sound, tmp_path):
+    folder = shutil.copytree(sound, tmp_path / "out")
+    wanted = {name: x.bfloat16() for name, x in peft.read(folder).tensors.items()}
+    rewrite(folder, lambda state: state.update({k: v.bfloat16() for k, v in state.items()}))
+    content = (folder / peft.TENSOR_FILE).read_bytes()
     length = int.from_bytes(content[:8], "little") + 1
     odd = length.to_bytes(8, "little") + content[8:].replace(b"{", b" {", 1)
-    (tmp_path / "theirs" / peft.TENSOR_FILE).write_bytes(odd)
-    assert all(
-        torch.equal(tensor, before[name].bfloat16())
-        for name, tensor in peft.read(tmp_path / "theirs").tensors.items()
-    )
+    for written in (content, odd):
+        (folder / peft.TENSOR_FILE).write_bytes(written)
+        found = peft.read(folder).tensors
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-def test_a_file_is_mapped_and_stays_as_it_is(base, tmp_path):
-    trained_by_them(base, tmp_path / "theirs")
-    file = tmp_path / "theirs" / peft.TENSOR_FILE
+def test_a_file_is_mapped_and_stays_as_it_is(sound):
+    file = sound / peft.TENSOR_FILE
     before = file.read_bytes()
-    tensors = peft.read(tmp_path / "theirs").tensors
+    tensors = peft.read(sound).tensors
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
     assert any(str(file) in line for line in Path("/proc/self/maps").read_text().splitlines())
     for tensor in tensors.values():
@@ -293,33 +281,28 @@ def test_a_file_is_mapped_and_stays_as_it_is(base, tmp_path):
 
 
 REFUSED = {
-    "use_dora": ({"use_dora": True}, "sets use_dora to True"),
-    "rank_pattern": ({"rank_pattern": {"Wqkv": 2}}, "sets rank_pattern to dict"),
-    "alpha_pattern": ({"alpha_pattern": {"Wqkv": 2}}, "sets alpha_pattern to dict"),
-    "modules_to_save": ({"modules_to_save": ["norm_f"]}, "sets modules_to_save to list"),
-    "bias": ({"bias": "all"}, "sets bias to 'all', .*: expected \"none\""),
-    "lora_only": ({"bias": "lora_only"}, "sets bias to 'lora_only'"),
-    "pissa": (
-        {"init_lora_weights": "pissa"},
-        "sets init_lora_weights to 'pissa'.* expected true or",
-    ),
-    "olora": ({"init_lora_weights": "olora"}, "sets init_lora_weights to 'olora'"),
-    "embedding": ({"target_modules": ["wte", "Wqkv"]}, "holds base_model.*wte.*no adapter of a"),
-    "output": ({"target_modules": ["lm_head", "Wqkv"]}, "holds base_model.*no adapter of a linear"),
-    "tokens": ({"trainable_token_indices": [1, 2]}, "sets trainable_token_indices to list"),
-    "alora": ({"alora_invocation_tokens": [3]}, "sets alora_invocation_tokens to list"),
+    "use_dora to True": {"use_dora": True},
+    "rank_pattern to dict": {"rank_pattern": {"Wqkv": 2}},
+    "alpha_pattern to dict": {"alpha_pattern": {"Wqkv": 2}},
+    "modules_to_save to list": {"modules_to_save": ["norm_f"]},
+    "bias to 'all'": {"bias": "all"},
+    "bias to 'lora_only'": {"bias": "lora_only"},
+    "init_lora_weights to 'pissa'": {"init_lora_weights": "pissa"},
+    "init_lora_weights to 'olora'": {"init_lora_weights": "olora"},
+    "wte": {"target_modules": ["wte", "Wqkv"]},
+    "lm_head": {"target_modules": ["lm_head", "Wqkv"]},
+    "trainable_token_indices to list": {"trainable_token_indices": [1, 2]},
+    "alora_invocation_tokens to list": {"alora_invocation_tokens": [3]},
 }
 
 
-@pytest.mark.parametrize("more, message", REFUSED.values(), ids=REFUSED)
-def test_what_lora_py_lacks_is_refused_by_name(more, message, base, tmp_path):
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_lora_py_lacks_is_refused_by_name(named, base, tmp_path):
     """As the real package writes it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft has its own doubts about some of them
-        trained_by_them(base, tmp_path / "theirs", **more)
-    with pytest.raises(UserError, match=message) as error:
-        peft.read(tmp_path / "theirs")
-    assert "\n" not in str(error.value)
+        trained_by_them(base, tmp_path / "theirs", **REFUSED[named])
+    assert named in refusal(peft.read, tmp_path / "theirs")
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +324,6 @@ SELECTED = [  # settings of a file that has tensors for all layers of blocks 0, 
     {"target_modules": None},
     {"target_modules": r".*\.(?!up)\w+_proj"},
     {"target_modules": [QKV, "up_proj"], "layers_to_transform": [7]},
-    {"layers_to_transform": [0]},
     {"layers_to_transform": 1, "layers_pattern": "blocks"},
     {"target_modules": [QKV, "up_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
     {"exclude_modules": ["ffn.down_proj"]},
@@ -358,16 +340,12 @@ def test_tensors_that_peft_ignores_are_refused(more, sound, base, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft reports each tensor that it ignores
         theirs, _ = their_adapted(base, tmp_path / "out")
-    used = {name for name, _ in theirs.named_parameters() if ".default." in name}
-    stored = {f"base_model.model.{name}.default.weight" for name in peft.read(sound).tensors}
+    used, stored = names_in(theirs), names_there(peft.read(sound).tensors)
     if used == stored:
         assert len(peft.read(tmp_path / "out").tensors) == len(stored)
         return
-    with pytest.raises(
-        UserError, match="holds tensors for transformer.*, which adapter_c"
-    ) as error:
-        peft.read(tmp_path / "out")
-    layer = str(error.value).split("tensors for ")[1].split(",")[0]
+    message = refusal(peft.read, tmp_path / "out")
+    layer = re.search("holds tensors for (transformer[^,]*),", message)[1]
     assert not any(layer in name for name in used)
 
 
@@ -375,64 +353,40 @@ BROKEN_CONFIG = [
     ({"target_modules": r"(.|.)*v(?<!v)"}, "selects layers by a pattern that fails: regex timed"),
     ({"target_modules": "(a{999}){999}"}, "pattern that fails: it is too long, or repeats"),
     ({"exclude_modules": "(" * 900}, "selects layers by a pattern that fails: "),
-    ({"target_modules": ["Wqkv", 1]}, r"is damaged \('target_modules' is no list of str\)"),
-    ({"layers_to_transform": ["0"]}, r"is damaged \('layers_to_transform' is no list of int\)"),
-    ({"layers_pattern": {"a": 1}}, r"is damaged \('layers_pattern' is dict\)"),
     ({"lora_bias": True}, "sets lora_bias to True, which lora.py does not have$"),
     ({"fan_in_fan_out": True}, "sets fan_in_fan_out to True"),
-    ({"use_qalora": True}, "sets use_qalora to True"),
     ({"layer_replication": [[0, 2], [1, 3]]}, "sets layer_replication to list"),
-    ({"from_the_future": 1}, "sets from_the_future to 1, which lora.py does not have"),
     ({"from_the_future": 0}, "sets from_the_future to 0"),
     ({"init_lora_weights": 1}, "sets init_lora_weights to 1"),
     ({"peft_type": "IA3"}, "peft_type 'IA3': only LORA can be read"),
-    ({"peft_type": None}, "peft_type None: only LORA"),
-    ({"r": None}, r"is damaged \(no 'r'\)"),
-    ({"r": "8"}, r"is damaged \('r' is '8'\)"),
-    ({"r": True}, r"is damaged \('r' is True\)"),
-    ({"r": 0}, "adapter_config.json: r is 0, so there is no update"),
+    ({"r": True}, "'r' is True"),
+    ({"r": 0}, "r is 0, so there is no update"),
     ({"r": -3}, "lora_rank must be from 0"),
     ({"r": 2}, r"lora_A is \(4, 48\) in .*, expected \(2, in\), since r is 2"),
-    ({"lora_alpha": None}, r"is damaged \(no 'lora_alpha'\)"),
     ({"lora_alpha": float("nan")}, "lora_alpha must be from .* not nan"),
     ({"lora_alpha": 0}, "lora_alpha must be from"),
-    ({"use_rslora": 1}, r"is damaged \('use_rslora' is 1\)"),
+    ({"use_rslora": 1}, "'use_rslora' is 1"),
     ({"lora_dropout": 1.0}, "lora_dropout must be from 0 to 0.99"),
-    ({"base_model_name_or_path": 7}, r"is damaged \('base_model_name_or_path' is 7\)"),
 ]
 A0 = f"{PREFIX}0.attn.Wqkv.lora_A.weight"
 BROKEN_TENSORS = [
-    (lambda f: shorten(f / peft.TENSOR_FILE), "is truncated or damaged: .* bytes instead of"),
-    (lambda f: (f / peft.TENSOR_FILE).write_bytes(b""), "not a safetensors file, or is damaged"),
-    (lambda f: overwrite(f / peft.TENSOR_FILE, 9, b"\x00\x01"), "not a safetensors file"),
-    (
-        lambda f: (f / peft.TENSOR_FILE).unlink(),
-        "out has adapter_config.json, but no adapter_model.safetensors beside it",
-    ),
-    (lambda f: shutil.rmtree(f), "no adapter in .*out, which does not exist: expected adapter_c"),
-    (lambda f: (f / peft.CONFIG_FILE).unlink(), "no adapter in .*: expected adapter_config.json"),
-    (lambda f: (f / peft.CONFIG_FILE).write_text("{"), "adapter_config.json is damaged"),
+    (lambda f: (f / peft.TENSOR_FILE).unlink(), "no adapter_model.safetensors beside it"),
+    (lambda f: shutil.rmtree(f), "no adapter in .*out, which does not exist"),
+    (lambda f: (f / peft.CONFIG_FILE).unlink(), "expected adapter_config.json"),
     (
         lambda f: (f / peft.TENSOR_FILE).rename(f / "adapter_model.bin"),
-        "adapter_model.bin is a pickle, which can run any code: load it with a current peft",
+        "adapter_model.bin is a pickle, which can run any code",
     ),
-    (lambda f: rewrite(f, dict.clear), "adapter_model.safetensors holds no tensors"),
-    (lambda f: rewrite(f, lambda s: s.pop(A0)), "Wqkv has lora_B but no lora_A in"),
+    (lambda f: rewrite(f, dict.clear), "holds no tensors"),
+    (lambda f: rewrite(f, lambda s: s.pop(A0)), "Wqkv has lora_B but no lora_A"),
     (
         lambda f: rewrite(f, lambda s: s[A0].view(-1)[5:6].fill_(torch.nan)),
-        "Wqkv.lora_A in .* not f",
+        r"lora_A in .* not finite",
     ),
-    (lambda f: rewrite(f, lambda s: s[A0].fill_(torch.inf)), "numbers that are not finite"),
-    (
-        lambda f: rewrite(f, lambda s: s.update({A0: s[A0].T})),
-        r"lora_A is \(48, 4\) in .*\(4, in\)",
-    ),
-    (lambda f: rewrite(f, lambda s: s.update({A0: s[A0][0]})), r"lora_A is \(48,\) in .*\(4, in\)"),
+    (lambda f: rewrite(f, lambda s: s.update({A0: s[A0].T})), r"lora_A is \(48, 4\)"),
+    (lambda f: rewrite(f, lambda s: s.update({A0: s[A0][0]})), r"lora_A is \(48,\)"),
     (lambda f: rewrite(f, lambda s: s.update(x=s[A0])), "holds x, no adapter of a linear layer"),
-    (
-        drop_prefix,
-        "holds transformer.blocks.0.attn.Wqkv.lora_A.weight, no adapter of a linear.*: ex",
-    ),
+    (drop_prefix, "holds transformer.*lora_A.weight, no adapter of a linear layer"),
 ]
 BROKEN = [(lambda f, more=more: change_config(f, **more), text) for more, text in BROKEN_CONFIG]
 
@@ -454,36 +408,32 @@ def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path, monk
 @pytest.mark.parametrize(
     "other, message",
     [
-        ({"n_layers": 2}, "it changes .*blocks.2.attn.Wqkv.lora_A, and .*other has 2 blocks"),
-        ({"d_model": 96}, r"Wqkv.lora_A is \(4, 48\), but \(4, 96\) would fit"),
-        ({"expansion_ratio": 2}, r"up_proj.lora_B is \(192, 4\), but \(96, 4\) would fit"),
-        ({"kv_n_heads": 1}, r"Wqkv.lora_B is \(144, 4\), but \(64, 4\) would fit"),
+        ({"n_layers": 2}, "blocks.2.attn.Wqkv.lora_A"),
+        ({"d_model": 96}, "Wqkv.lora_A is (4, 48), but (4, 96) would fit"),
+        ({"expansion_ratio": 2}, "up_proj.lora_B is (192, 4), but (96, 4) would fit"),
+        ({"kv_n_heads": 1}, "Wqkv.lora_B is (144, 4), but (64, 4) would fit"),
     ],
 )
 def test_an_adapter_of_another_base_is_one_line(other, message, sound, tmp_path):
     hf.export(build(replace(CFG, **other)), tmp_path / "other")
-    with pytest.raises(UserError, match=f"the adapter is not of .*other: .*{message}"):
-        peft.import_(sound, tmp_path / "run", str(tmp_path / "other"))
-    with pytest.raises(UserError, match=f"the adapter is not of .*other: .*{message}"):
-        peft.merge(sound, tmp_path / "run", str(tmp_path / "other"))
+    for use in (peft.import_, peft.merge):
+        text = refusal(use, sound, tmp_path / "run", str(tmp_path / "other"))
+        assert "the adapter is not of" in text and message in text
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "more, message",
+    "more, blocks",
     [
-        (
-            {"layers_to_transform": [0, 1]},
-            r"this folder has other ones \(blocks \[0, 1\]\): merge it",
-        ),
-        ({"layers_to_transform": [0, 2]}, r"this folder has other ones \(blocks \[0, 2\]\)"),
-        ({"target_modules": r".*(1\.attn\.Wqkv|2\.ffn\.up_proj)"}, r"\(blocks \[1, 2\]\)"),
+        ({"layers_to_transform": [0, 1]}, "[0, 1]"),
+        ({"layers_to_transform": [0, 2]}, "[0, 2]"),
+        ({"target_modules": r".*(1\.attn\.Wqkv|2\.ffn\.up_proj)"}, "[1, 2]"),
     ],
 )
-def test_layers_that_no_run_can_have_are_merged_not_imported(more, message, base, tmp_path):
+def test_layers_that_no_run_can_have_are_merged_not_imported(more, blocks, base, tmp_path):
     theirs = trained_by_them(base, tmp_path / "theirs", **more)
-    with pytest.raises(UserError, match=message):
-        peft.import_(tmp_path / "theirs", tmp_path / "run", str(base))
+    message = refusal(peft.import_, tmp_path / "theirs", tmp_path / "run", str(base))
+    assert f"(blocks {blocks}): merge it" in message
     assert not (tmp_path / "run").exists()
     peft.merge(tmp_path / "theirs", tmp_path / "run", str(base))
     merged, _, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
@@ -495,7 +445,7 @@ def test_there_and_back(base, tmp_path, capsys):
     theirs = trained_by_them(base, tmp_path / "theirs", layers_to_transform=[1, 2], lora_alpha=12)
     run = tmp_path / "run"
     peft.main(["import", str(tmp_path / "theirs"), str(run), f"--init_from={base}"])
-    assert f"adapters of rank 4 on {base}. Its author names the base" in capsys.readouterr().out
+    assert f"adapters of rank 4 on {base}" in capsys.readouterr().out
     step = run / "checkpoints/step-0"
     assert checkpoint.adapter_settings(step) == TrainConfig(
         init_from=str(base),
@@ -510,7 +460,6 @@ def test_there_and_back(base, tmp_path, capsys):
     assert difference(sampled, theirs) < 1e-5
 
     peft.main(["export", str(run), str(tmp_path / "back"), "--base_model=mosaicml/mpt"])
-    assert capsys.readouterr().out.endswith("back: adapters of rank 4 for mosaicml/mpt\n")
     first, second = peft.read(tmp_path / "theirs"), peft.read(tmp_path / "back")
     assert first.tensors.keys() == second.tensors.keys()
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
@@ -518,39 +467,32 @@ def test_there_and_back(base, tmp_path, capsys):
     again, faults = their_adapted(base, tmp_path / "back")
     assert not faults and difference(again, theirs) == 0
 
+    capsys.readouterr()
     peft.main(["merge", str(run), str(tmp_path / "merged")])
-    out = capsys.readouterr().out
-    assert "Rounding to float32 changes a weight by at most 0\n" in out
-    changed = re.search(r"changes the logits of 40 random ids by at most (\S+); the largest", out)
-    assert 0 < float(changed[1]) < 1e-4
+    rounding, logits = changes_in(capsys.readouterr().out)
+    assert rounding == ("float32", 0) and 0 < logits < 1e-4
     merged, _, _ = load.load_for_sampling(str(tmp_path / "merged"), None, CPU)
     assert difference(merged, theirs) < 1e-5
     hf.export(tmp_path / "merged", tmp_path / "whole")
     assert difference(merged, their_model(tmp_path / "whole")) < 1e-5
 
 
-def test_merging_into_bf16_says_what_rounding_costs(tmp_path, capsys):
-    """The weights of a base in bf16 stay so; the error is that of the last bit."""
-    hf.export(build(CFG, dtype=torch.bfloat16), tmp_path / "half")
-    name_tokenizer(tmp_path / "half")
-    adapter = with_adapters(TUNE)
-    write(tmp_path / "out", adapter, TUNE)
-    half = f"--init_from={tmp_path / 'half'}"
-    peft.main(["merge", str(tmp_path / "out"), str(tmp_path / "run"), half])
-    out = capsys.readouterr().out
-    meta = hf.weights_of(read_metadata(tmp_path / "run/checkpoints/step-0"))
-    assert {tensor.dtype for tensor in meta.values()} == {torch.bfloat16}
-    said = float(re.search("Rounding to bfloat16 changes a weight by at most (.*)", out)[1])
-    merged, _, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
-    base = hf.load_model(tmp_path / "half", CPU).float()
+def changes_in(out: str):
+    """What merging says: ((the dtype, how much rounding changes a weight), and a logit)."""
+    rounding = re.search(r"Rounding to (\w+) changes a weight by at most (\S+)", out)
+    logits = re.search(r"changes the logits of 40 random ids by at most (\S+);", out)
+    return (rounding[1], float(rounding[2])), float(logits[1])
+
+
+def largest_error(model, base, adapter) -> float:
+    """How far the adapted weights of a model are from W + s B A at most."""
     errors = []
     for name, layer in adapter.named_modules():
         if hasattr(layer, "lora_A"):
             exact = base.get_submodule(name).weight + lora.delta(layer)
-            errors.append((merged.get_submodule(name).weight - exact).abs().max().item())
-    assert said == pytest.approx(max(errors), rel=0.05) and said > 1e-5
-    changed = re.search(r"changes the logits of 40 random ids by at most (\S+); the largest", out)
-    assert 1e-4 < float(changed[1]) < 0.5
+            errors.append((model.get_submodule(name).weight - exact).abs().max().item())
+    assert len(errors) == 12
+    return max(errors)
 
 
 @pytest.fixture(scope="module")
@@ -564,22 +506,30 @@ def tuned_half(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+def test_merging_into_bf16_says_what_rounding_costs(tuned_half, tmp_path, capsys):
+    """The weights of a base in bf16 stay so; the error is that of the last bit."""
+    peft.main(["merge", str(tuned_half), str(tmp_path / "run")])
+    (dtype, said), logits = changes_in(capsys.readouterr().out)
+    meta = hf.weights_of(read_metadata(tmp_path / "run/checkpoints/step-0"))
+    assert {tensor.dtype for tensor in meta.values()} == {torch.bfloat16} and dtype == "bfloat16"
+    merged, _, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
+    base = hf.load_model(tuned_half.parent / "half", CPU).float()
+    error = largest_error(merged, base, with_adapters(TUNE))
+    assert said == pytest.approx(error, rel=0.05) and said > 1e-5
+    assert 1e-4 < logits < 0.5
+
+
 def test_a_model_that_computes_in_fp32_is_not_merged_into_bf16(tuned_half):
     """The base is bf16. W + s B A is rounded to that only where the caller computes in it."""
     base = hf.load_model(tuned_half.parent / "half", CPU).float()
-    adapter = with_adapters(TUNE)
     wide, narrow = (
         load.load_for_sampling(str(tuned_half), None, CPU, in_fp32=in_fp32)[0]
         for in_fp32 in (True, False)
     )
     assert {param.dtype for param in narrow.parameters()} == {torch.bfloat16}
     assert {param.dtype for param in wide.parameters()} == {torch.float32}
-    for name, layer in adapter.named_modules():
-        if hasattr(layer, "lora_A"):
-            exact = base.get_submodule(name).weight + lora.delta(layer)
-            torch.testing.assert_close(wide.get_submodule(name).weight, exact, rtol=0, atol=1e-6)
-            error = (narrow.get_submodule(name).weight - exact).abs().max()
-            assert error > 1e-5, name
+    assert largest_error(wide, base, with_adapters(TUNE)) < 1e-6
+    assert largest_error(narrow, base, with_adapters(TUNE)) > 1e-5
 
 
 def evaluate(_, *argv):
@@ -636,7 +586,7 @@ def test_merging_a_run_that_trained_norms_and_biases_too(tmp_path, capsys):
     save(tuned, state, load.base_of(str(base), {}))
 
     peft.main(["merge", str(tuned), str(merged)])
-    assert "Rounding to float32 changes a weight by at most 0\n" in capsys.readouterr().out
+    assert changes_in(capsys.readouterr().out)[0] == ("float32", 0)
     found, _, _ = load.load_for_sampling(str(merged), None, CPU)
     with torch.no_grad():
         assert relative_error(found(tokens(cfg)), model(tokens(cfg))) < 1e-5
@@ -644,44 +594,31 @@ def test_merging_a_run_that_trained_norms_and_biases_too(tmp_path, capsys):
         assert torch.equal(whole(tokens(cfg)), found(tokens(cfg)))
 
     load.demonstrate([str(tuned)])
-    words = f"a checkpoint of this project, step 0: adapters of rank 4 on {base}/checkpoints/step-0"
-    assert words in capsys.readouterr().out
+    assert f"adapters of rank 4 on {base}/checkpoints/step-0" in capsys.readouterr().out
     adapters.demonstrate([str(tuned)])
-    shown = capsys.readouterr().out
-    assert f"rank 4, factor 4, on {base}\n" in shown and shown.count(" A (4, ") == 2 * 4
+    assert capsys.readouterr().out.count(" A (4, ") == 2 * 4
 
 
 def test_a_command_that_cannot_be_done_is_one_line(sound, base, tmp_path):
     run = tmp_path / "run"
     hf.import_(base, run)
+    of_base = f"--init_from={base}"
     cases = [
-        (["export", run, "out"], "step-0 holds a whole model, no adapters"),
-        (["export", "nowhere", "out"], "no checkpoint in 'nowhere', which does not exist"),
+        (["export", run, "out"], "holds a whole model, no adapters"),
         (["merge", sound, "out", "--init_from=nope"], "--init_from=nope does not exist"),
-        (["import", "nope", "out", f"--init_from={base}"], "no adapter in nope, which does not ex"),
-        (["merge", sound, "out"], "sound holds adapters alone, for base: set --init_from"),
-        (["merge", run, "out"], "step-0 holds a whole model, no adapters"),
-        (["import", sound, "out"], "sound does not hold its base: set --init_from=runs/NAME"),
-        (["import", run, "out", f"--init_from={base}"], "no adapter in .*run: expected adapter_c"),
-        (["import", sound, run, f"--init_from={base}"], "run is there already"),
-        (["merge", sound, run, f"--init_from={base}"], "run is there already"),
-        (["export", run, "out", f"--init_from={base}"], "a run names its base: remove --init_from"),
+        (["import", "nope", "out", of_base], "no adapter in nope"),
+        (["merge", sound, "out"], "holds adapters alone, for base: set --init_from"),
+        (["merge", run, "out"], "holds a whole model, no adapters"),
+        (["import", sound, "out"], "does not hold its base: set --init_from"),
+        (["import", run, "out", of_base], "expected adapter_config.json"),
+        (["import", sound, run, of_base], "run is there already"),
+        (["merge", sound, run, of_base], "run is there already"),
+        (["export", run, "out", of_base], "remove --init_from"),
         (["merge", sound, "out", "--base_model=x"], "only export takes --base_model"),
         (["mend", sound, "out"], "'mend' is none of export, import, merge"),
     ]
     for arguments, message in cases:
-        with pytest.raises(UserError, match=message) as error:
-            peft.main([str(word) for word in arguments])
-        assert "\n" not in str(error.value)
-
-
-def test_the_place_of_a_merged_model_is_looked_at_before_the_model_is_loaded(
-    sound, base, tmp_path, monkeypatch
-):
-    hf.import_(base, tmp_path / "run")
-    monkeypatch.setattr(peft, "adapted_model", None)  # cannot be called
-    with pytest.raises(UserError, match="run is there already: name another folder"):
-        peft.merge(sound, tmp_path / "run", str(base))
+        assert message in refusal(peft.main, [str(word) for word in arguments])
 
 
 # --- with the trainer
@@ -698,8 +635,10 @@ def curve(run):
 
 @pytest.mark.slow
 def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, python):
-    """Adapters as they are drawn, imported, train as those of a new run do. What comes out is in
-    peft what it is here."""
+    """Adapters as they are drawn, imported, train as those of a new run do.
+
+    What comes out is in peft what it is here.
+    """
     lora_flags = ["--lora_rank=4", "--lora_last_blocks=2", f"--init_from={base}", "--device=cpu"]
     flags = [*SIZE, *BATCH, *lora_flags, *flags_for(tiny_data)]
     settings = replace(TUNE, lora_last_blocks=2)

@@ -11,6 +11,7 @@ import zipfile
 
 import pytest
 import torch
+from conftest import refusal
 
 from config import UserError
 from weights import tensor_files
@@ -24,13 +25,11 @@ GOOD = {
 }
 # What a mutation puts into a header.
 SIZES = [0, 1, 2, 3, 5, 24, 26, 32, 33]
-HUGE = [2**31, 2**62, 2**63, 2**64, 10**30]
-NUMBERS = [*SIZES, -1, -24, *HUGE, 1.0, 24.0, 0.5, True, False]
-TEXTS = ["24", "F32", "I64", "F8", "F4", ""]
+NUMBERS = [*SIZES, -1, -24, 2**31, 2**62, 2**63, 2**64, 10**30, 1.0, 24.0, 0.5, True, False]
 OBJECTS = [[], [1], [0, 24], [24, 0], [0, 24, 24], {}, {"a": "b"}]
-VALUES = [*NUMBERS, None, *TEXTS, *OBJECTS]
-SNIPPETS = ['"', ",", "{", "}", "[", "]", "0", "-", "1e1", "NaN", "Infinity"]
-SNIPPETS += ["\ufeff", "\0", "\\ud800", " ", "\n", "/**/"]
+VALUES = [*NUMBERS, *OBJECTS, None, "24", "F32", "I64", "F8", "F4", ""]
+SNIPPETS = ['"', ",", "{", "}", "[", "]", "0", "-", "1e1", "NaN", "Infinity", "\ufeff", "\0"]
+SNIPPETS += ["\\ud800", " ", "\n", "/**/"]
 NAMES = ['"a.weight":', '"__metadata__":', '"shape":', '"b":']
 
 # Where ours refuses what the reference accepts: a part of our message -> why.
@@ -141,44 +140,17 @@ def test_headers_are_accepted_as_the_reference_accepts_them(tmp_path):
     assert n_accepted > 300 and reasons_seen == set(STRICTER)
 
 
-def with_c(offsets, shape=(3,), dtype="F16"):
-    """A change of GOOD: its last tensor, c."""
-    return {"c": {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (with_c([20, 26]), "gap, or tensors that overlap"),
-        (with_c([-6, 0]), "not two whole numbers"),
-        (with_c([26.0, 32.0]), "not two whole numbers"),
-        (with_c([False, 6]), "not two whole numbers"),
-        (with_c([32, 26]), "has -6 bytes, but its shape"),
-        (with_c([26, 32], shape=[2]), "has 6 bytes, but its shape and dtype need 4"),
-        (with_c([26, 32], shape=[2**62] * 16), "shape and dtype need 8.37116099364e+298"),
-        (with_c([26, 32], shape=[3] * 10**5), "not a list of whole numbers"),
-        ({"c": 7}, "must have dtype, shape and data_offsets"),
-        ({"__metadata__": {"format": 1}}, "__metadata__ must be an object of texts"),
-        ({"__metadata__": [1]}, "__metadata__ must be an object of texts"),
-    ],
-)
-def test_headers_that_lie(change, message, tmp_path):
-    assert message in ours(tmp_path / "x.safetensors", packed(GOOD | change))
-
-
-def test_headers_that_are_none(tmp_path):
+def test_a_header_that_lies(tmp_path):
+    """Beside those that the reference refuses, which are quicker to refuse than to read."""
     path = tmp_path / "x.safetensors"
+    c = {"dtype": "F16", "shape": [2**62] * 16, "data_offsets": [26, 32]}
+    assert "shape and dtype need 8.37" in ours(path, packed(GOOD | {"c": c}))
+    assert "not a list of whole numbers" in ours(
+        path, packed(GOOD | {"c": c | {"shape": [3] * 10**5}})
+    )
     assert "a header of 100,000,001 bytes" in ours(path, packed(GOOD, length=100_000_001))
     assert "a header of 100 bytes" in ours(path, packed(b"{}", 0, length=100))
-    assert "a header of 0 bytes" in ours(path, b"\0\0\0")
-    assert "recursion" in ours(path, packed(b"[" * 100_000))
-    assert "truncated or damaged: 343 bytes instead of 342" in ours(path, packed(GOOD, 33))
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="x.safetensors is not a regular file"):
-        tensor_files.locate(path)
-    with pytest.raises(UserError, match="/dev/zero is not a regular file"):
-        tensor_files.safetensors_layout(tensor_files.Path("/dev/zero"))
+    assert "343 bytes instead of 342" in ours(path, packed(GOOD, 33))
 
 
 # --- folders
@@ -208,9 +180,7 @@ def test_a_weight_map_names_files_beside_it(name, tmp_path):
     (tmp_path / "model").mkdir()
     tensor_files.write_safetensors(tmp_path / "part.safetensors", {"a": torch.ones(3)})
     index(tmp_path / "model", name, "part.safetensors")
-    message = "index.json names the file .*, expected the plain name of a file beside it"
-    with pytest.raises(UserError, match=message):
-        tensor_files.locate(tmp_path / "model")
+    assert "plain name of a file beside it" in refusal(tensor_files.locate, tmp_path / "model")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
@@ -223,8 +193,8 @@ def test_a_weight_map_names_regular_files(kind, name, tmp_path):
         path.symlink_to("/dev/zero")
     else:
         os.mkfifo(path) if kind == "pipe" else path.mkdir()
-    with pytest.raises(UserError, match=f"{name} is (a folder|not a regular file)"):
-        tensor_files.locate(tmp_path)
+    message = refusal(tensor_files.locate, tmp_path)
+    assert ("is a folder" if kind == "folder" else "not a regular file") in message
 
 
 # --- pickles
@@ -242,25 +212,24 @@ class Made:
         return torch._utils._rebuild_tensor_v2, (storage, *self.view, False, {})
 
 
-@pytest.mark.parametrize(
-    "offset, shape, strides, message",
-    [
-        (0, (5,), (1,), "reaches beyond its storage"),
-        (1, (4,), (1,), "reaches beyond its storage"),
-        (10**9, (2, 2), (2, 1), "reaches beyond its storage"),
-        (0, (10**12,), (1,), "reaches beyond its storage"),
-        (0, (10**6,) * 4, (1,) * 4, "with weights_only=True: .*overflow"),
-        (-5, (2, 2), (2, 1), "with weights_only=True: .*invalid storage offset -5"),
-        (0, (2, 2), (1, 1), "not a contiguous tensor"),
-        (0, ("a",), (1,), "with weights_only=True"),
-    ],
-)
+BEYOND = [
+    (0, (5,), (1,), "beyond its storage"),
+    (1, (4,), (1,), "beyond its storage"),
+    (10**9, (2, 2), (2, 1), "beyond its storage"),
+    (0, (10**12,), (1,), "beyond its storage"),
+    (0, (10**6,) * 4, (1,) * 4, "overflow"),
+    (-5, (2, 2), (2, 1), "invalid storage offset -5"),
+    (0, (2, 2), (1, 1), "not a contiguous tensor"),
+    (0, ("a",), (1,), "with weights_only=True"),
+]
+
+
+@pytest.mark.parametrize("offset, shape, strides, message", BEYOND)
 def test_tensors_that_point_beyond_their_storage(offset, shape, strides, message, tmp_path, capfd):
     path = tmp_path / "pytorch_model.bin"
     torch.save({"good": torch.ones(2), "bad": Made(offset, shape, strides)}, path)
-    with pytest.raises(UserError, match=message) as error:
-        tensor_files.locate(tmp_path)
-    assert "\n" not in str(error.value) and "weights_only=False" not in str(error.value)
+    found = refusal(tensor_files.locate, tmp_path)
+    assert message in found and "weights_only=False" not in found
     assert capfd.readouterr().err == ""  # torch logs a traceback of its own
 
 
@@ -274,20 +243,11 @@ class RunsCommand:
 def test_a_refusal_never_advises_to_read_it_all_the_same(tmp_path):
     path = tmp_path / "pytorch_model.bin"
     forbidden = [RunsCommand(), zipfile.ZipFile, torch.nn.Linear(2, 2)]
-    message = "cannot read .*pytorch_model.bin with weights_only=True: "
     for content in [*({"a": value} for value in forbidden), re.compile("x")]:
         torch.save(content, path)
-        with pytest.raises(UserError, match=message) as error:
-            tensor_files.locate(tmp_path)
-        assert "weights_only=False" not in str(error.value) and "allowlist" not in str(error.value)
-    torch.save({"a": torch.ones(3)}, path)
-    damaged = bytearray(path.read_bytes())
-    at = damaged.index(b"PK", 4) if b"data.pkl" not in damaged else damaged.index(b"data.pkl") + 60
-    damaged[at : at + 9] = b"\xff" * 9
-    path.write_bytes(damaged)
-    with pytest.raises(UserError) as error:
-        tensor_files.locate(tmp_path)
-    assert "weights_only=False" not in str(error.value)
+        message = refusal(tensor_files.locate, tmp_path)
+        assert "pytorch_model.bin with weights_only=True: " in message
+        assert "weights_only=False" not in message and "allowlist" not in message
 
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path):
@@ -299,23 +259,17 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path):
         for name in whole.namelist():
             packed.writestr(name, whole.read(name) + bytes(2**27) * name.endswith("data.pkl"))
     begin = time.process_time()
-    message = "pytorch_model.bin is compressed: torch.save does not write that"
-    with pytest.raises(UserError, match=message):
-        tensor_files.locate(tmp_path)
+    assert "pytorch_model.bin is compressed" in refusal(tensor_files.locate, tmp_path)
     assert time.process_time() - begin < 5
 
 
 def test_another_byte_order_and_a_hidden_sign_are_refused(tmp_path):
     """torch.load of another byte order crashed, and the sign was lost."""
-    torch.save({"x": torch.arange(4.0)}, tmp_path / "here.bin")
-    with (
-        zipfile.ZipFile(tmp_path / "here.bin") as here,
-        zipfile.ZipFile(tmp_path / "big.bin", "w") as big,
-    ):
+    little, big, negative = (tmp_path / f"{name}.bin" for name in ("little", "big", "negative"))
+    torch.save({"x": torch.arange(4.0)}, little)
+    with zipfile.ZipFile(little) as here, zipfile.ZipFile(big, "w") as there:
         for name in here.namelist():
-            big.writestr(name, b"big" if name.endswith("byteorder") else here.read(name))
-    torch.save({"x": torch.arange(4.0)._neg_view()}, tmp_path / "negative.bin")
-    with pytest.raises(UserError, match="is not little-endian"):
-        tensor_files.locate(tmp_path / "big.bin")
-    with pytest.raises(UserError, match="not a contiguous tensor"):
-        tensor_files.locate(tmp_path / "negative.bin")
+            there.writestr(name, b"big" if name.endswith("byteorder") else here.read(name))
+    torch.save({"x": torch.arange(4.0)._neg_view()}, negative)
+    assert "not little-endian" in refusal(tensor_files.locate, big)
+    assert "not a contiguous tensor" in refusal(tensor_files.locate, negative)
