@@ -154,6 +154,13 @@ def n_evaluated(split, eval_tokens: int) -> int:
     return max(1, min(len(split), eval_tokens // split.seq_len))
 
 
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> Path:
+    """The checked data folder of a training run: see text/prepare.py. Rank 0 alone calls it."""
+    from text import prepare  # here, since the other ranks do without
+
+    return prepare.open_or_prepare(cfg, max_seq_len)
+
+
 class Dataset:
     """A prepared data set as a run uses it: both splits, cut into windows of max_seq_len tokens."""
 

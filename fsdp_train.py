@@ -41,13 +41,12 @@ import pipeline
 import processes
 import tensor_parallel
 from config import MPTConfig, TrainConfig, require
-from lifecycle import compiling, microbatch, reporter, resume, runlog
+from lifecycle import microbatch, reporter, resume, runlog
 from lifecycle.cadence import Cadence
 from lifecycle.lease import Lease
 from lifecycle.reporter import Reporter
 from lifecycle.watchdog import Guard, StragglerTimer, Watchdog
 from loss import IGNORE
-from text.prepare import open_or_prepare
 
 
 def main(argv) -> None:
@@ -62,7 +61,7 @@ def main(argv) -> None:
     processes.rank_zero_decides(lease.take)
 
     # data
-    folder = processes.rank_zero_decides(partial(open_or_prepare, cfg, model_cfg.max_seq_len))
+    folder = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
     dataset = data.Dataset(folder, model_cfg)
     evaluator = Evaluator(model_cfg, cfg, world, dataset)
 
@@ -293,7 +292,10 @@ def decide_what_is_open(model_cfg: MPTConfig, cfg: TrainConfig, world, start: re
     precision = parallel.choose_precision(cfg, world.device, start.precision)
     cadence = Cadence(cfg, start.skip_steps)
     cfg = replace(cfg, skip_steps=cadence.skips.text)
-    cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, precision))
+    if cfg.compile is not False:
+        from lifecycle import compiling
+
+        cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, precision))
     n_rows = microbatch.fit(model_cfg, cfg, world, precision, train_step)
     return replace(cfg, microbatch_size=n_rows), precision, cadence
 

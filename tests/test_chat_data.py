@@ -245,7 +245,8 @@ def test_plain_text_still_takes_its_folder(make, tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(["some text here"] * 40))
     cfg = replace(make([]), dataset=str(tmp_path / "a.txt"), data_format="text")
     folder = prepare(cfg)
-    assert "data_format" not in read_summary(folder)
+    older = {key: value for key, value in read_summary(folder).items() if key != "data_format"}
+    (folder / "dataset.json").write_text(json.dumps(older))
     assert open_or_prepare(cfg, SEQ_LEN) == folder
     message = refusal(open_or_prepare, replace(cfg, data_format="chat"), SEQ_LEN)
     assert "--data_format=text, not chat" in message
