@@ -320,7 +320,7 @@ OF_USERS = ("runs/", "my/", "data/")
 def test_every_file_that_a_page_names_exists(path):
     """Names with a folder, from the root or from the page. A name alone may be a user's file."""
     page = path.read_text(encoding="utf-8")
-    page = re.sub(r"`\S+` at 4b892f7", "", page)  # what made a table then, and is gone
+    page = re.sub(r"`\S+` at [0-9a-f]{7}", "", page)  # what made a table then, and is gone
     in_code = re.findall(r"`((?:\w+/)+[a-z]\w*\.(?:py|md|sbatch|png|csv))`", page)
     links = re.findall(r"\]\(([\w./]+)\)", page)
     names = [name for name in in_code + links if not name.startswith(OF_USERS)]
