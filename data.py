@@ -46,9 +46,14 @@ class Split:
     """One split (train or val) of a data folder, as n = len(split) windows of tokens.
 
     A window is seq_len + 1 tokens: the first seq_len are the inputs, the last seq_len the labels.
-    It begins with the last token of the window before it, which was only a label there. A row of a
-    chat is a window, too. The shared token is the first of its own row, and the row before ignores
-    it as a label, since a first id is never learned. So a shard of n * seq_len + 1 ids has n rows.
+    It begins with the last token of the window before it. With seq_len = 3:
+
+        shard       a0 a1 a2 b0 b1 b2 c0
+        window 0    a0 a1 a2 b0              inputs a0 a1 a2, labels a1 a2 b0
+        window 1             b0 b1 b2 c0     inputs b0 b1 b2, labels b1 b2 c0
+
+    A row of a chat is a window, too. There b0 begins another text, so it is stored as ~b0, which is
+    no label.
 
     `tokens`, `text_bytes` and `vocab_size` describe the whole split, and so does `learned`, the
     number of tokens that are learned. Of a chat, `text_bytes` counts the text of those alone.

@@ -69,7 +69,7 @@ def main(argv) -> None:
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
     if start.step >= cfg.max_steps:
         with lease:
-            find_base(start, cfg)
+            find_base(start, cfg)  # UserError if --init_from is not its base any more
             return log.say(resume.finished(start, model_cfg, cfg))
     cfg, precision, cadence = decide_what_is_open(model_cfg, cfg, world, start)
     peak = reporter.peak_of_all_ranks(cfg, world, precision)
@@ -87,6 +87,7 @@ def main(argv) -> None:
     # the record of the run, and what protects it
     launch = runlog.launch_record(cfg, world, precision, start.checkpoint, dataset.epoch_tokens)
     log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
+    # When memory runs out, the watchdog records half of the microbatch for the next start.
     halve = partial(microbatch.halve, model_cfg, cfg, world, precision)
     guard = Guard(
         signals,
@@ -106,7 +107,7 @@ def main(argv) -> None:
             collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
-            # On a GPU these are of the previous step; of this one too if something is due after it.
+            # A GPU's figures are read one step late, unless something is due after this step.
             agreed = report.agree_and_log(step, figures, read_now=cadence.must_read_now(done))
             lease.check()
             if agreed.no_save_running:
@@ -134,7 +135,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     """
     parallel.seed_dropout(cfg, step, world)
     ids, labels = data.inputs_and_labels(rows)
-    # Of the whole global batch, before the first backward divides by n_tokens.
+    # Sums over the global batch, in one all-reduce: each loss is divided by n_tokens.
     counts = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
     n_tokens, batch_hash = processes.dp_sum(counts, world)
 
@@ -179,8 +180,8 @@ def forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precis
     """The same for one stage of a pipeline. A collective of its stages."""
     device = world.device
     loss_sum = torch.zeros((), device=device)
-    # microbatch -> (x, the node of the graph at which its backward begins). The graph keeps the
-    # activations. The hidden states that this stage has sent are not needed any more.
+    # microbatch -> (x, the node of the graph at which its backward begins). The node keeps the
+    # graph, and so the activations, but not the output y, which is freed once it is sent.
     kept = {}
 
     def empty(i):
@@ -329,6 +330,7 @@ def load_weights(start: resume.Start, cfg: TrainConfig, model, optimizer) -> dic
     the next checkpoints will say of the base (nothing without adapters): see `load.base_of`.
     """
     base = find_base(start, cfg)
+    # A new run's first weights, or the frozen base of adapters, which checkpoints lack.
     if start.init_from and (base or not start.checkpoint):
         from weights import load  # here, since most runs do without
 

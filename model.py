@@ -15,7 +15,7 @@ Run `python model.py` to build a small model and take one training step.
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -309,13 +309,15 @@ class MPT(nn.Module):
         logits = F.linear(x, self.output_weight)
         return logits if self.logit_scale is None else logits * self.logit_scale
 
-    def empty_cache(self, batch_size, max_tokens, dtype, pad=None):
-        """A `KVCache` with room for `max_tokens` positions of each row, on the model's device."""
-        attention = [block.attn for block in self.transformer.blocks]
-        n_kv_heads = attention[0].kv_dim // self.cfg.head_dim
-        cfg = replace(self.cfg, n_layers=len(attention), kv_n_heads=n_kv_heads)
-        device = attention[0].Wqkv.weight.device
-        return KVCache.empty(cfg, batch_size, max_tokens, device, dtype, pad)
+    def new_cache(self, batch_size, max_tokens, dtype, pad=None):
+        """An empty `KVCache` with room for `max_tokens` positions of each row."""
+        blocks = self.transformer.blocks
+        n_kv_heads = blocks[0].attn.kv_dim // self.cfg.head_dim  # of this tensor rank
+        shape = (len(blocks), batch_size, n_kv_heads, max_tokens, self.cfg.head_dim)
+        device = next(self.parameters()).device
+        k = torch.empty(shape, device=device, dtype=dtype)
+        v = torch.empty(shape, device=device, dtype=dtype)
+        return KVCache(k, v, pad=pad)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -343,14 +345,6 @@ class KVCache:
     v: torch.Tensor
     length: int = 0
     pad: torch.Tensor | None = None
-
-    @classmethod
-    def empty(cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype, pad=None):
-        """An empty cache with room for `max_tokens` positions in each of `batch_size` rows."""
-        shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_tokens, cfg.head_dim)
-        k = torch.empty(shape, device=device, dtype=dtype)
-        v = torch.empty(shape, device=device, dtype=dtype)
-        return cls(k, v, pad=pad)
 
     def append(self, layer, k, v):
         """Store one layer's new k, v (B, Hkv, T, D) after the filled positions.

@@ -1,13 +1,13 @@
 """AdamW with decoupled weight decay, and learning-rate schedules that are functions of the step.
 
-    p *= 1 - (lr_t / lr) * decoupled_weight_decay      the decay, independent of the peak rate lr
-    p -= lr_t * m / (sqrt(v) + eps)                    Adam (Kingma and Ba, 2015)
+    p *= 1 - f_t * decoupled_weight_decay              the decay
+    p -= f_t * lr * m / (sqrt(v) + eps)                Adam (Kingma and Ba, 2015)
 
-lr_t is the learning rate of step t. m and v are the running means of the gradient and of its
-square, corrected for their start at zero. The decay is decoupled from the gradient (Loshchilov and
-Hutter, 2019). PyTorch's AdamW decays by lr_t * weight_decay, so weight_decay =
-decoupled_weight_decay / lr gives exactly this rule, and its fused kernel can be used. As in MPT's
-recipes, all parameters are in one group: norms and biases decay too.
+lr is the peak rate, and f_t the schedule's factor at step t, from 0 to 1. m and v are the running
+means of the gradient and of its square, corrected for their start at zero. The decay is decoupled
+from the gradient (Loshchilov and Hutter, 2019). PyTorch's AdamW decays by f_t * lr * weight_decay,
+so weight_decay = decoupled_weight_decay / lr gives exactly this rule, and its fused kernel can be
+used. As in MPT's recipes, all parameters are in one group: norms and biases decay too.
 
 To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer whose
 step takes `closure=None`, as PyTorch's do. It may have several parameter groups, such as one
@@ -25,8 +25,9 @@ import torch
 
 from config import TrainConfig, arguments, run
 
-ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"  # kind_of the optimizer that build_optimizer returns
-# What learning_rate depends on, besides the step.
+# What `kind_of` says of AdamW, with which checkpoints that name no optimizer were saved.
+ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"
+# What `learning_rate` depends on, besides the step: a resumed run notes if one has changed.
 RATE_SETTINGS = "lr schedule warmup_steps max_steps alpha_f lr_one_step_late".split()
 
 
@@ -61,7 +62,7 @@ def clip_gradients(params, norm: torch.Tensor, max_norm: float) -> None:
 def update(optimizer: torch.optim.Optimizer, factor: float, good: torch.Tensor) -> None:
     """Take one optimizer step and clear the gradients. A bad step changes no weight and no state.
 
-    factor: of the schedule, times which each parameter group's own rate counts in this step.
+    factor: the schedule's, by which each parameter group's own peak rate is multiplied here.
     good: a bool scalar on the device; False if the loss or the gradient norm is not finite.
     """
     with at_rate(optimizer, factor):

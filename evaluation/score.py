@@ -277,12 +277,12 @@ def read_prefixes(
 
     pad = torch.tensor([width + 1 - len(prefix) for prefix in prefixes], device=device)
     dtype = torch.bfloat16 if precision == "bf16" else next(model.parameters()).dtype
-    cache = model.empty_cache(len(batch), width, dtype, pad)
+    cache = model.new_cache(len(batch), width, dtype, pad)
     log_probs, greedy = model(ids, labels=labels, cache=cache, score=True)
 
     # From one row for each group to one row for each request.
     rows = torch.tensor(group_of_row, device=device)
-    row_cache = model.empty_cache(len(rows), width + room, dtype, pad[rows])
+    row_cache = model.new_cache(len(rows), width + room, dtype, pad[rows])
     row_cache.k[:, :, :, :width] = cache.k[:, rows]
     row_cache.v[:, :, :, :width] = cache.v[:, rows]
     row_cache.length = width

@@ -375,7 +375,7 @@ print("  " + " ".join(f"{m:.2g}" for m in moved))
 assert torch.equal(moved[:6], torch.zeros(6))
 assert (moved[6:] > 0).all()
 
-cache = mpt.empty_cache(B, max_tokens=T, dtype=torch.float32)
+cache = mpt.new_cache(B, max_tokens=T, dtype=torch.float32)
 mpt(ids[:, : T - 1], cache=cache)
 newest = mpt(ids[:, T - 1 :], cache=cache)  # (B, 1, V): one token in
 print(f"keys of the cache {tuple(cache.k.shape)} = (L, B, H, T, D)")

@@ -75,7 +75,7 @@ def generate(
     B, T = ids.shape
     if cfg.learned_positions:
         max_new_tokens = min(max_new_tokens, cfg.max_seq_len + 1 - T)
-    cache = KVCache.empty(cfg, B, T + max_new_tokens, decoder.device, decoder.cache_dtype, pad=pad)
+    cache = decoder.model.new_cache(B, T + max_new_tokens, decoder.cache_dtype, pad)
 
     for step in range(max_new_tokens):
         logits = decoder(ids, cache)  # step 0 is the prefill

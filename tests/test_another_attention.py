@@ -16,7 +16,7 @@ import attention
 import checkpoint
 from config import MPTConfig, TrainConfig, UserError, load
 from lifecycle import resume
-from model import MPT, KVCache, init_weights
+from model import MPT, init_weights
 from serving.decoder import Decoder
 from weights import hf
 from weights.load import check_same_model, load_for_sampling, load_model
@@ -81,7 +81,7 @@ def test_sampling_uses_it(edited, run, step):
         assert (model(ids) - whole).abs().max() > 1e-2  # the window changes the logits
         model.cfg.attn_impl = "test_window"
         decode = Decoder(model, 260)
-        cache = KVCache.empty(model.cfg, 2, 20, "cpu", torch.float32)
+        cache = model.new_cache(2, 20, torch.float32)
         for piece in ids.split([7, 1, 5] + [1] * 7, dim=1):
             logits = decode(piece, cache)
             torch.testing.assert_close(logits, whole[:, cache.length - 1], atol=1e-5, rtol=0)
@@ -185,7 +185,7 @@ def test_every_variant_decodes_as_it_trains(edited, name, kv_n_heads):
     model, first, second = variant_and_documents(name, kv_n_heads)
     rows = torch.cat([torch.cat([first, second], 1), torch.cat([first * 0, second], 1)])
     pad = torch.tensor([0, 12])
-    cache = KVCache.empty(model.cfg, 2, 24, "cpu", torch.float32, pad=pad)
+    cache = model.new_cache(2, 24, torch.float32, pad=pad)
     both = model(rows[:1])[0]  # (24, V)
     alone = model(second)[0]  # (12, V)
     for piece in rows.split([15] + [1] * 9, dim=1):

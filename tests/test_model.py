@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attention import alibi_slopes
 from config import MPTConfig, UserError
 from loss import IGNORE
-from model import MPT, KVCache, LayerNorm, init_weights, initial_weight
+from model import MPT, LayerNorm, init_weights, initial_weight
 
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
 SEPARATOR = 96  # the id that ends a document
@@ -390,7 +390,7 @@ def test_decoding_on_a_cache_gives_the_same_logits(options, pieces, impl):
     cfg = replace(SMALL, attn_impl=impl, **options)
     model = build(cfg, dtype=torch.float32, scramble=True).eval()
     ids = tokens(cfg, length=20)
-    cache = KVCache.empty(cfg, 2, 30, "cpu", torch.float32)
+    cache = model.new_cache(2, 30, torch.float32)
     cache.k.fill_(torch.nan)  # positions that are not filled yet must not be read
     cache.v.fill_(torch.nan)
     found = torch.cat([model(piece, cache=cache) for piece in ids.split(pieces, dim=1)], dim=1)
@@ -411,7 +411,7 @@ def test_texts_of_different_lengths_share_a_cache(options, impl):
     pad = torch.tensor([20 - len(text) for text in texts])
     for filler in (0, 50):
         rows = torch.stack([F.pad(text, (20 - len(text), 0), value=filler) for text in texts])
-        cache = KVCache.empty(cfg, 3, 30, "cpu", torch.float32, pad=pad)
+        cache = model.new_cache(3, 30, torch.float32, pad)
         prompt, *single_tokens = rows.split([16, 1, 1, 1, 1], dim=1)
         prompt_logits = model(prompt, cache=cache)[:, -1:]
         token_logits = [model(token, cache=cache) for token in single_tokens]
@@ -448,7 +448,7 @@ def test_longer_than_trained():
     assert relative_error(model(ids), by_hand(model.state_dict(), ids, alibi)) < 1e-10
     with pytest.raises(UserError, match="41 tokens, but learned positions end at max_seq_len 40"):
         build(SMALL)(ids[:, :41])
-    cache = KVCache.empty(SMALL, 2, 50, "cpu", torch.double)
+    cache = model.new_cache(2, 50, torch.double)
     with torch.no_grad():
         build(SMALL)(ids[:, :40], cache=cache)
         with pytest.raises(UserError, match="41 tokens"):

@@ -1,7 +1,7 @@
 """What the pages say is true: commands run, the names of files and of what is in them exist.
 
-Each command of README.md, TROUBLE.md, CONTRIBUTING.md and the folders' pages is run, small, in a
-copy of the project: those of one process in a fork, those of several as they stand.
+Each command of README.md, READING.md, TROUBLE.md, CONTRIBUTING.md and the folders' pages is run,
+small, in a copy of the project: those of one process in a fork, those of several as they stand.
 """
 
 import ast
@@ -27,7 +27,8 @@ from weights import hf, peft
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")
-PAGES = README + (ROOT / "TROUBLE.md").read_text(encoding="utf-8") + CONTRIBUTING
+READING = (ROOT / "READING.md").read_text(encoding="utf-8")
+PAGES = README + (ROOT / "TROUBLE.md").read_text(encoding="utf-8") + CONTRIBUTING + READING
 FOLDER_PAGES = "".join(path.read_text() for path in sorted(ROOT.glob("[a-z]*/*.md")))
 
 
@@ -288,6 +289,8 @@ def test_no_prompt_of_ours_ends_with_a_space():
 
 
 def test_the_readme_begins_with_the_two_commands():
+    """And is a page that one reads."""
+    assert len(README.splitlines()) <= 120
     first = [line.split("  #")[0].strip() for line in BLOCKS[:2]]
     assert first == ["make train", "make test"]
 
@@ -357,7 +360,7 @@ def defined(body) -> dict[str, set[str]]:
     return found
 
 
-REFERENCES = sorted(set(re.findall(REFERENCE, README + CONTRIBUTING + GLOSSARY)))
+REFERENCES = sorted(set(re.findall(REFERENCE, README + READING + CONTRIBUTING + GLOSSARY)))
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda names: "-".join(names).rstrip("-"))

@@ -8,9 +8,11 @@ skipped, so an interrupted preparation resumes.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
 
-dataset.json says what the tokens were made from: settings, and short hashes of files. A folder of
-other settings is refused. If a file has changed, `python data.py` makes its chunks anew, and a run
-that begins stops, since an earlier run may want to go on with the old tokens.
+dataset.json says what the tokens were made from: settings, and short hashes of files.
+
+    other settings    the folder is refused
+    a file changed    `python data.py` encodes what has changed; a new run refuses the folder, since
+                      an earlier one may need the old tokens; a run with a checkpoint takes them
 
 Runs that start together prepare once: one holds prepare.lock, the others wait, on other nodes too.
 On a file system without locks each makes the same files, under temporary names of its own (with
@@ -111,10 +113,10 @@ class Recipe:
     def sources(self) -> dict[str, str]:
         """Short hashes of the files of the data set, and of the chat template."""
         if self.cfg.data_format == "text":
-            return {"source": self.text_hash()}
-        return {"source": self.text_hash(), "template": self.template_hash()}
+            return {"source": self.source_hash()}
+        return {"source": self.source_hash(), "template": self.template_hash()}
 
-    def text_hash(self) -> str:
+    def source_hash(self) -> str:
         """A short hash that changes with the files of the data set.
 
         Of a chat, every byte counts, however large it is: people correct it by hand.
@@ -148,7 +150,7 @@ class Recipe:
         """
         cfg, changed = self.cfg, []
         if corpus.is_here(cfg.dataset):
-            now = self.text_hash()
+            now = self.source_hash()
             # Older versions wrote a hash of names and sizes alone.
             if summary["source"] not in (now, corpus.sizes_hash(cfg.dataset)):
                 known_by = "sizes or times of " if now.startswith("times") else ""
@@ -555,19 +557,19 @@ def encode_chunk(job: Job) -> tuple[Path, int]:
         made_from = [tokenizer.fingerprint, texts[split]]
         if row_format:
             made_from.append(str(row_format))
-        text_hash = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
-        if texts[split] and is_finished(path, text_hash):
+        shard_key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+        if texts[split] and is_finished(path, shard_key):
             continue
         if row_format:
-            write_rows(path, texts[split], tokenizer, text_hash, row_format)
+            write_rows(path, texts[split], tokenizer, shard_key, row_format)
         else:
-            write_shard(path, texts[split], tokenizer, text_hash)
+            write_shard(path, texts[split], tokenizer, shard_key)
 
     path = job.folder / f"train-{job.number:05d}.bin"
     return path, Shard(path).header["tokens"]
 
 
-def is_finished(path: Path, text_hash: str) -> bool:
+def is_finished(path: Path, shard_key: str) -> bool:
     """Does this shard exist, intact, made from this text by this tokenizer?
 
     UserError if another program's file has its name.
@@ -578,10 +580,10 @@ def is_finished(path: Path, text_hash: str) -> bool:
         shard.check_hash()
     except (UserError, OSError):
         return False
-    return shard.header["text_sha256"] == text_hash
+    return shard.header["text_sha256"] == shard_key
 
 
-def write_shard(path: Path, documents: list[str], tokenizer, text_hash: str) -> None:
+def write_shard(path: Path, documents: list[str], tokenizer, shard_key: str) -> None:
     """Write documents as one shard: the ids of each, then end-of-text.
 
     The ids are uint16, or uint32 if the vocabulary has more than 65,536 entries.
@@ -593,17 +595,17 @@ def write_shard(path: Path, documents: list[str], tokenizer, text_hash: str) -> 
         "documents": len(documents),
         "text_bytes": sum(len(text.encode("utf-8", "replace")) for text in documents),
         "vocab_size": tokenizer.vocab_size,
-        "text_sha256": text_hash,
+        "text_sha256": shard_key,
     }
     write_ids(path, ids, about)
 
 
-def write_rows(path: Path, examples: list[str], tokenizer, text_hash: str, row_format) -> None:
+def write_rows(path: Path, examples: list[str], tokenizer, shard_key: str, row_format) -> None:
     """Write examples of a chat as one shard: whole rows of ids, int32. See `chat.make_rows`."""
     from text import chat
 
     ids, about = chat.make_rows(examples, tokenizer, row_format)
-    write_ids(path, ids, about | {"text_sha256": text_hash})
+    write_ids(path, ids, about | {"text_sha256": shard_key})
 
 
 def require_learned_tokens(recipe: Recipe) -> None:

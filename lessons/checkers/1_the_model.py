@@ -83,7 +83,7 @@ def check_logits(answer):
         mock.patch.object(model, "attention", their_attention),
     ):
         close(what, mpt(ids), expected, 1e-5)
-        cache = mpt.empty_cache(2, max_tokens=12, dtype=torch.float32)
+        cache = mpt.new_cache(2, max_tokens=12, dtype=torch.float32)
         parts = [mpt(part, cache=cache) for part in ids.split([7, 4, 1], dim=1)]
         close(f"{what}, in parts of 7, 4, 1", torch.cat(parts, dim=1), expected, 1e-5)
 

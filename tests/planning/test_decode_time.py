@@ -8,7 +8,7 @@ from conftest import ROOT
 
 import devices
 from config import MPTConfig, UserError
-from model import MPT, KVCache
+from model import MPT
 from planning import decode_time
 
 MPT7B = str(ROOT / "configs" / "mpt7b.py")
@@ -26,7 +26,8 @@ def test_bytes_of_keys_and_values_are_the_published_ones():
 
 @pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 2), (torch.float32, 4)])
 def test_the_cache_has_the_bytes_that_are_estimated(dtype, width):
-    cache = KVCache.empty(SMALL, 5, 7, "meta", dtype)
+    with torch.device("meta"):
+        cache = MPT(SMALL).new_cache(5, 7, dtype)
     assert cache.k.nbytes + cache.v.nbytes == 5 * 7 * decode_time.kv_bytes_per_token(SMALL, width)
 
 

@@ -15,7 +15,7 @@ from test_decoder import TINY, model, random_ids
 
 import lora
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
-from model import KVCache, seeded
+from model import seeded
 from serving.adapters import BASE, AdapterBank, bank_for, layers_of, write_random
 from serving.decoder import Decoder
 from serving.packed_linear import can_pack
@@ -122,7 +122,7 @@ def test_a_mixed_batch_writes_what_each_merged_model_writes_alone(more, sampling
 
 def logits_of(decoder, ids):
     """The logits of a prompt and of one more token."""
-    cache = KVCache.empty(decoder.cfg, len(ids), 9, decoder.device, decoder.cache_dtype)
+    cache = decoder.model.new_cache(len(ids), 9, decoder.cache_dtype)
     with torch.inference_mode():
         return torch.stack([decoder(ids[:, :8], cache), decoder(ids[:, 8:], cache)])
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from config import MPTConfig
-from model import MPT, KVCache, init_weights
+from model import MPT, init_weights
 from serving.decoder import Decoder, generate, pick_dtype
 from serving.packed_linear import PackedLinear, can_pack
 
@@ -56,7 +56,7 @@ def test_cached_logits_equal_those_of_the_whole_sequence(more):
     mpt = model(**more)
     ids = random_ids((2, 20), seed=0)
     decode = decoder(mpt)
-    cache = KVCache.empty(mpt.cfg, 2, 20, "cpu", torch.float32)
+    cache = mpt.new_cache(2, 20, torch.float32)
     with torch.inference_mode():
         expected = mpt(ids)
         for begin, end in [(0, 7), (7, 8), (8, 13), *one_by_one(13, 20)]:
@@ -72,7 +72,7 @@ def test_batched_logits_equal_one_at_a_time(more):
     pads = [11 - n for n in lengths]
     padded = torch.stack([F.pad(row, (pad, 0)) for row, pad in zip(rows, pads, strict=True)])
     decode = decoder(mpt)
-    cache = KVCache.empty(mpt.cfg, 3, 16, "cpu", torch.float32, pad=torch.tensor(pads))
+    cache = mpt.new_cache(3, 16, torch.float32, pad=torch.tensor(pads))
     with torch.inference_mode():
         for begin, end in [(0, 11), *one_by_one(11, 16)]:
             together = decode(padded[:, begin:end], cache)
@@ -104,7 +104,7 @@ def test_packed_weights_are_the_same_weights(dtype, tolerance):
 
     ids = torch.arange(10)[None]
     with torch.inference_mode():
-        logits = decode(ids, KVCache.empty(mpt.cfg, 1, 10, "cpu", dtype))
+        logits = decode(ids, mpt.new_cache(1, 10, dtype))
         expected = mpt(ids)[:, -1, :61].float()
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
 
