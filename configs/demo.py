@@ -1,4 +1,5 @@
 # The demo: a real MPT learns Python's standard library, on a laptop CPU in about two minutes.
+# Reaches: a validation loss of 4.7 nats per token, from 9.3; measured in bench/results/cpu.md.
 # Tokens: 8 sequences x 128 = 1,024 per step; x 700 steps = 0.7M.
 # Batch: 8 = 2 ranks x microbatch 4 x 1 accumulation step.
 # Launch: torchrun --nproc_per_node 2 fsdp_train.py configs/demo.py

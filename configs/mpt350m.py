@@ -1,6 +1,7 @@
 # MPT-350M (356M parameters): LLM Foundry's recipe, with learned positions and biases.
 # Tokens: 256 sequences x 2048 = 524,288 per step; x 13,400 steps = 7.0B, 19.7 per parameter.
 # Batch: 256 = 8 devices x microbatch 8 x 4 accumulation steps.
+# Cost: 4.1 hours on 8 x A100 80GB, at the 58,782 tokens/s each (best of LLM Foundry's rows).
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt350m.py
 d_model = 1024
 n_heads = 16

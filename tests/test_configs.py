@@ -88,6 +88,18 @@ def test_the_comment_counts_the_tokens(recipe):
     assert per_parameter == pytest.approx(per_step * steps / flops.n_params(model), rel=0.01)
 
 
+def test_the_comment_divides_the_tokens_by_the_published_speed(recipe):
+    path, _, train = recipe
+    pattern = r"Cost: ([\d.,]+) (hours|days) on 8 x A100 80GB, at the ([\d,]+) tokens/s each"
+    found = re.search(pattern, comment_of(path))
+    if not found:
+        assert path.stem in ("mpt70b", "mpt1b_1b_tokens") or "mi250" in path.stem
+        return
+    time, rate = (float(text.replace(",", "")) for text in (found[1], found[3]))
+    hours = time if found[2] == "hours" else 24 * time
+    assert hours == pytest.approx(train.max_tokens / (8 * rate) / 3600, rel=0.05)
+
+
 def test_the_comment_counts_the_parameters(recipe):
     path, model, _ = recipe
     number, unit = re.search(r"^# MPT-\w+ \(([\d.]+)(M|B) parameters", comment_of(path)).groups()
