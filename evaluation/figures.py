@@ -6,15 +6,12 @@
 
 The three differ by up to 10 points on one model. So an accuracy means something only beside its
 scoring rule, its standard error and the share of the most frequent answer.
-
-Run `python -m evaluation.figures` to see the rules disagree about one question.
 """
 
 import math
 
 from evaluation.hub import TABLE2
 from evaluation.tasks import Item, Task
-from program import arguments, run
 
 SHORT_NAMES = ["ARC-c", "ARC-e", "BoolQ", "HellaSwag", "PIQA", "Winograd", "Winogrande"]
 NAMES = dict(zip(TABLE2, SHORT_NAMES, strict=True))
@@ -193,21 +190,3 @@ def choice_table(results: dict, name: str) -> list[str]:
             values = dict(zip(TABLE2, published, strict=True))
             lines.append(row(model, with_mean({task: values[task] for task in in_posts})))
     return lines
-
-
-def demonstrate(argv) -> None:
-    """Print the value of two answers by each rule."""
-    arguments(argv)
-    item = Item(["Question: is ice cold?\nAnswer:"] * 2, [" yes", " no, it is not"], gold=0)
-    pairs = zip(item.contexts, item.continuations, strict=True)
-    scores = dict(zip(pairs, [(-3.0, 0, 1), (-8.0, 0, 4)], strict=True))
-    rules = {"foundry": mean_per_token, "acc": sum_of_choice, "acc_norm": sum_per_character}
-    print("log-probability -3 in 1 token, or -8 in 4 tokens?")
-    for name, rule in rules.items():
-        values = rule(item, scores)
-        shown = ", ".join(f"{value:.2f}" for value in values)
-        print(f"{SCORINGS[name]:18} {shown:14} ->{item.continuations[best(values)]}")
-
-
-if __name__ == "__main__":
-    run(demonstrate)

@@ -5,8 +5,6 @@
 
 The wording is LLM Foundry's. evaluation/tasks.py appends the delimiter and the choice to a query.
 lm-evaluation-harness words BoolQ without "Passage: ": `Source.harness`.
-
-Run `python -m evaluation.hub` to see this row converted.
 """
 
 import re
@@ -14,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from config import UserError
-from program import arguments, run
 
 
 def arc(row: dict) -> dict:
@@ -160,15 +157,3 @@ def read(name: str) -> list[dict]:
             f"cannot get task {name} ({source.path}) from the Hub ({type(error).__name__}): "
             f"give the folder of a {name}.jsonl with --data, or try again online"
         ) from error
-
-
-def demonstrate(argv) -> None:
-    """Print a row of PIQA, and what becomes of it."""
-    arguments(argv)
-    row = {"goal": "boil water", "sol1": "Heat it.", "sol2": "Cool it.", "label": 0}
-    print(row)
-    print(piqa(row))
-
-
-if __name__ == "__main__":
-    run(demonstrate)

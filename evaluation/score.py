@@ -17,8 +17,6 @@ Suffixes are padded on the right, where a causal model never looks.
 Batches go to the data-parallel ranks in turn. All ranks make equally many passes, since a sharded
 model needs all of them for each pass. The stages of a pipeline pass a batch on from the first to
 the last, and each has the cache of its own layers.
-
-Run `python -m evaluation.score` to see the answers of a question grouped.
 """
 
 import hashlib
@@ -31,9 +29,7 @@ from tqdm import tqdm
 
 import parallel
 import processes
-from config import MPTConfig, arguments, run
 from loss import IGNORE
-from model import MPT, init_weights
 
 
 @dataclass
@@ -304,34 +300,3 @@ def padded(rows, counts, device, left=False) -> tuple[torch.Tensor, torch.Tensor
         ids[number, end - (len(row) - 1) : end] = row[:-1]
         labels[number, end - count : end] = row[len(row) - count :]
     return torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
-
-
-def demonstrate(argv) -> None:
-    """Show what four answers share, and that sharing does not change their scores."""
-    arguments(argv)
-    cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=128, alibi=True)
-    model = MPT(cfg).eval()
-    init_weights(model, seed=0)
-    world = processes.World(0, 1, 0, 1, torch.device("cpu"))
-
-    question = "Question: what does bread need?\nAnswer:"
-    answers = (" flour, water", " flour", " a lawn", " nails")
-    requests = []
-    for answer in answers:
-        ids = np.frombuffer((question + answer).encode(), np.uint8).astype(np.int64)
-        requests.append(Request(ids, len(answer)))
-
-    for group in grouped(range(4), requests, batch_tokens=8192):
-        prefix = bytes(requests[group.indices[0]].ids[: group.shared].tolist())
-        print(f"read once: {prefix!r}")
-        print("then:", ", ".join(repr(answers[i]) for i in group.indices))
-
-    together = score(model, requests, world, "fp32", 8192)
-    alone = torch.cat([score(model, [request], world, "fp32", 8192) for request in requests])
-    print(f"sums of log-probabilities {together[:, 0].tolist()}")
-    print(f"largest difference from one at a time: {(together - alone).abs().max().item():.1e}")
-    assert torch.allclose(together, alone, atol=1e-4)
-
-
-if __name__ == "__main__":
-    run(demonstrate)

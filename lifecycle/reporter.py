@@ -7,8 +7,6 @@ a step is read immediately.
 
 `agree` is how one rank's wish becomes the action of all: a signal to any rank stops all of them, at
 the same step. It is an all-reduce between the CPUs, for which no GPU waits.
-
-Run `torchrun --nproc_per_node 2 -m lifecycle.reporter` to see two ranks agree.
 """
 
 import collections
@@ -436,16 +434,3 @@ def parameter_warning(model_cfg: MPTConfig) -> list[str]:
         f"WARNING: model.py has {n_params:,} parameters: memory, FLOPs and MFU are those of the "
         f"MPT with {planned:,}"
     ]
-
-
-def demonstrate(argv) -> None:
-    """Print on each rank what the ranks agree on."""
-    config.arguments(argv)
-    world = processes.start("cpu")
-    seconds = 1.0 + world.global_rank
-    agreed = agree(world, 0, save=False, no_save_running=True, seconds=seconds, memory_gb=0.1)
-    print(f"rank {world.global_rank}: {agreed}", flush=True)
-
-
-if __name__ == "__main__":
-    processes.run(demonstrate)

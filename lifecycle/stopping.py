@@ -13,8 +13,6 @@ hangs. torchrun itself exits with 1 whenever a rank's status is not 0.
 This file does not import PyTorch: `while_loading` must run before that, which takes seconds:
 
     fsdp_train.py, first lines:    if __name__ == "__main__": stopping.while_loading(sys.argv[1:])
-
-Run `python -m lifecycle.stopping` to see the exit status after each signal.
 """
 
 import contextlib
@@ -101,14 +99,3 @@ def leave(number: int, checkpointer, log) -> None:
     if number == signal.SIGUSR1:  # torchrun does not know of this warning, and would restart us
         program.end_torchrun()
     raise SystemExit(STATUS[number])
-
-
-def demonstrate(argv) -> None:
-    """Print the exit status after each signal."""
-    config.arguments(argv)
-    for number, status in STATUS.items():
-        print(f"{number.name}: saves at the end of the step, then exits with status {status}")
-
-
-if __name__ == "__main__":
-    config.run(demonstrate)

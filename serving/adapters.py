@@ -26,15 +26,11 @@ For each text, a server does this:
     bank.release(adapter)      when the text has ended
 
 An adapter is named by its path: a PEFT folder (weights/peft.py), or a run with --lora_rank.
-
-Run `python -m serving.adapters` to see three adapters and their base in one batch.
 """
 
 import contextlib
 import functools
 import math
-import tempfile
-import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,9 +43,9 @@ import torch.nn as nn
 import checkpoint
 import config
 import lora
-from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError, arguments, require, run
-from model import MPT, init_weights, seeded
-from serving.decoder import Decoder, generate
+from config import MPTConfig, TrainConfig, UserError, require
+from model import MPT, seeded
+from serving.decoder import Decoder
 from serving.packed_linear import PackedLinear
 from weights import load, peft
 from weights.peft import Adapter
@@ -354,7 +350,7 @@ def bank_for(decoder: Decoder, paths: list[str], n_slots: int, base: str) -> Ada
 
 
 # --------------------------------------------------------------------------------------------------
-# Demonstration
+# Adapters to try things with
 
 
 def write_random(folder: Path, cfg: MPTConfig, settings: TrainConfig, seed: int) -> None:
@@ -364,38 +360,3 @@ def write_random(folder: Path, cfg: MPTConfig, settings: TrainConfig, seed: int)
         values = torch.randn(param.shape, generator=seeded(seed, name))
         tensors[name] = values / math.sqrt(param.shape[1])
     peft.write(folder, Adapter(settings, tensors))
-
-
-@torch.inference_mode()
-def demonstrate(argv) -> None:
-    """Continue one prompt by a model and by three adapters of it, in one batch."""
-    arguments(argv)
-    cfg = MPTConfig(d_model=128, n_heads=4, n_layers=4, vocab_size=512, alibi=True)
-    model = MPT(cfg)
-    init_weights(model, seed=0)
-    decoder = Decoder(model, vocab_size=512)
-    prompt = torch.arange(16).repeat(4, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [f"{folder}/{name}" for name in "abc"]
-        for seed, path in enumerate(paths):
-            write_random(Path(path), cfg, TrainConfig(init_from="any", lora_rank=8), seed)
-        bank = AdapterBank(decoder, n_slots=3, rank=8, layers=LINEAR_LAYERS)
-        begin = time.perf_counter()
-        with bank.in_use(paths):
-            load_ms = 1e3 * (time.perf_counter() - begin)
-            print(f"3 adapters of {bank.slots[0].nbytes / 1e6:.2f} MB: loaded in {load_ms:.1f} ms")
-            ms = {0: [], 3: []}  # of a token, by the number of adapters in the batch
-            for adapters in [[BASE] * 4, [BASE, *paths]] * 5:  # the first turn warms up
-                bank.use(adapters)
-                begin = time.perf_counter()
-                tokens = torch.stack(list(generate(decoder, prompt, 32, temperature=0)), dim=1)
-                n_adapters = len(set(adapters) - {BASE})
-                ms[n_adapters].append(1e3 * (time.perf_counter() - begin) / 32)
-    for n_adapters, turns in ms.items():
-        print(f"4 texts with {n_adapters} adapters: {min(turns):.2f} ms a token")
-    for adapter, row in zip(adapters, tokens.tolist(), strict=True):
-        print(f"  {Path(adapter).name:6}", *row[:12])
-
-
-if __name__ == "__main__":
-    run(demonstrate)

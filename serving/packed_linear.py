@@ -13,17 +13,12 @@ A `PackedLinear` brings its weight into these blocks once. One step of a model o
 The operators that pack and multiply are private to PyTorch (their names begin with `_`). They can
 be neither compiled nor differentiated. So only this file uses them, and where `can_pack` is false,
 serving/decoder.py keeps nn.Linear.
-
-Run `python -m serving.packed_linear` to time both on this CPU.
 """
 
 import time
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-
-from program import arguments, run
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -56,24 +51,6 @@ def pack_linear_layers(module: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def demonstrate(argv) -> None:
-    """Time both on one row and a weight that is larger than the cache, in fp32 and bf16."""
-    arguments(argv)
-    for dtype in (torch.float32, torch.bfloat16):
-        if not can_pack(torch.device("cpu"), dtype):
-            print(f"{dtype}: this CPU has no packed kernels")
-            continue
-        weight = torch.randn(50_000, 512).to(dtype)
-        x = torch.randn(1, 512).to(dtype)
-        packed = PackedLinear(weight)
-
-        plain_ms = milliseconds(F.linear, x, weight)
-        packed_ms = milliseconds(packed, x)
-        difference = (packed(x) - F.linear(x, weight)).abs().max().item()
-        print(f"{dtype}: F.linear {plain_ms:.2f} ms, packed {packed_ms:.2f} ms")
-        print(f"  largest difference {difference:.1e}")
-
-
 def milliseconds(function, *args, turns: int = 20) -> float:
     """The shortest time of a call."""
     best = float("inf")
@@ -82,7 +59,3 @@ def milliseconds(function, *args, turns: int = 20) -> float:
         function(*args)
         best = min(best, time.perf_counter() - begin)
     return 1e3 * best
-
-
-if __name__ == "__main__":
-    run(demonstrate)

@@ -5,8 +5,6 @@
 Decoding reads all weights and the whole cache in each step, so this figure, beside the bandwidth of
 the device, says how much faster decoding could be. The bandwidth of a GPU is that of its datasheet
 (devices.py); the bandwidth of a CPU is measured.
-
-Run `python -m serving.speed` to measure it on this CPU.
 """
 
 import math
@@ -17,7 +15,6 @@ import torch
 
 import devices
 from planning import decode_time
-from program import arguments, run
 from serving.decoder import Decoder
 
 
@@ -82,14 +79,3 @@ def measure_bandwidth(megabytes: int = 256) -> float:
         array.sum()
         fastest = min(fastest, time.perf_counter() - begin)
     return array.nbytes / fastest / 1e9
-
-
-def demonstrate(argv) -> None:
-    """Print the bandwidth of this CPU."""
-    arguments(argv)
-    threads = torch.get_num_threads()
-    print(f"{threads} threads read {measure_bandwidth():.1f} GB/s")
-
-
-if __name__ == "__main__":
-    run(demonstrate)

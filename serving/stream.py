@@ -8,8 +8,6 @@
        33  céE!  céE!    it was not
 
 Texts share a batch. When half of them have ended, the others continue in a smaller batch.
-
-Run `python -m serving.stream` to see such a table.
 """
 
 import codecs
@@ -20,12 +18,11 @@ import time
 
 import torch
 
-from config import MPTConfig, arguments, require, run
+from config import MPTConfig, require
 from serving.adapters import BASE
 from serving.decoder import Decoder, generate
 from serving.sampling import uniforms
 from serving.speed import Speed
-from text import tokenizer as tokenizers
 
 
 class Text:
@@ -193,22 +190,3 @@ def print_stream(decoder: Decoder, text: Text, speed: Speed, settings: dict) -> 
         print(f"no text: {text.end} came first; set another --seed or --prompt", file=sys.stderr)
     if text.end == "max_seq_len":
         print(f"ended at max_seq_len {text.max_ids}, where learned positions end", file=sys.stderr)
-
-
-def demonstrate(argv) -> None:
-    """Print which characters each token, here a byte, makes ready to show."""
-    arguments(argv)
-    tokenizer = tokenizers.load("bytes")
-    text = Text("", tokenizer, MPTConfig(alibi=True), max_new_tokens=20, stops=["END"])
-    print("token  text    shown")
-    shown = ""
-    for token in "céE! END of it".encode():
-        shown += text.add(token)
-        print(f"{token:5}  {text.text:8}{shown}")
-        if text.end:
-            break
-    print(f"ended by: {text.end}")
-
-
-if __name__ == "__main__":
-    run(demonstrate)

@@ -9,14 +9,12 @@ merges and special tokens. The pair holds vocabulary and merges alone:
 Our tokenizers have no merges: two neighbours are merged if together they are a token. As merges
 these are all cuts of each token into two tokens: of "abc" first `a bc`, then `ab c`, if "ab" and
 "bc" are tokens.
-
-Run `python -m text.tokenizer_json` to see the merges of a few tokens.
 """
 
 import json
 from pathlib import Path
 
-from config import UserError, arguments, require, run
+from config import UserError, require
 from storage import files
 from storage.files import shown
 
@@ -143,16 +141,3 @@ def written(vocabulary: dict, merges: list[str], added: dict, begins_with_space=
         "model": {"type": "BPE", "vocab": ids, "merges": merges},
     }
     return json.dumps(content, ensure_ascii=False).encode()
-
-
-def demonstrate(argv) -> None:
-    """Print the vocabulary and the merges of a few tokens."""
-    arguments(argv)
-    tokens = "Ġ a b c ab bc abc Ġabc".split()
-    made = json.loads(of_tokens(tokens, "<|endoftext|>"))
-    print(*(f"{i:3}  {token}" for token, i in made["model"]["vocab"].items()), sep="\n")
-    print("merges:", *made["model"]["merges"], sep="\n     ")
-
-
-if __name__ == "__main__":
-    run(demonstrate)
