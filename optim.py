@@ -75,10 +75,12 @@ def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     """A context in which each group's learning rate is `factor` times its own, the peak rate."""
     peaks = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] *= factor
-    yield
-    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = peak
+        group["lr"] = factor * group["lr"]  # not in place: a rate may be a tensor
+    try:
+        yield
+    finally:
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak
 
 
 def step_if_good(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
@@ -140,7 +142,7 @@ def cosine(t: int, cfg: TrainConfig) -> float:
 
 
 def inv_sqrt(t: int, cfg: TrainConfig) -> float:
-    """Linear to 1 over the warmup, then sqrt(warmup / t). Without one, as with one of 1 step."""
+    """Linear to 1 over the warmup, then sqrt(warmup / t). Without one 1, 1, 1 / sqrt(2), ..."""
     if t < cfg.warmup_steps:
         return t / cfg.warmup_steps
     return math.sqrt(max(1, cfg.warmup_steps) / max(1, t))

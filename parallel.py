@@ -69,8 +69,8 @@ SAVED = {
 def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: int | None):
     """This rank's part of a model, and its optimizer, ready for training. A collective.
 
-    No rank ever holds the whole model. seed: of the initial weights; None leaves them undefined,
-    for a caller who loads others. Returns (model, optimizer).
+    A sharded model is never whole on a rank. seed: of the initial weights; None leaves them
+    undefined, for a caller who loads others. Returns (model, optimizer).
     """
     mesh = make_mesh(world, cfg)
     with torch.device("meta"):  # shapes without memory
@@ -281,8 +281,9 @@ def weights_cast_once(model: MPT, precision: str, n_microbatches: int) -> Iterat
 
     One process alone, in bf16: autocast would cast every weight again in each microbatch, and each
     gradient back. Here a bf16 copy stands in the weight's place, and its gradients are added to the
-    weight's own, in fp32: the same roundings, 14 bytes of traffic less for each weight and further
-    microbatch. (`fully_shard` does so with the weights that it gathers.) Not cast here:
+    weight's own, in fp32: the same roundings (B of an adapter has one more), and 14 bytes of
+    traffic less for each weight and further microbatch. (`fully_shard` does so with the weights
+    that it gathers.) Not cast here:
 
         a single microbatch     casts nothing twice
         recomputed blocks       the graph does not keep their copies, so memory would grow
@@ -390,7 +391,7 @@ def demonstrate(argv) -> None:
     (cfg,) = config.load(argv, TrainConfig)
     world = processes.start(cfg.device, tp=cfg.tp, pp=cfg.pp)
     mesh = make_mesh(world, cfg)
-    require(mesh, "one process has no mesh: torchrun --nproc_per_node 2 parallel.py")
+    require(mesh, "one data-parallel rank has no mesh: torchrun --nproc_per_node 2 parallel.py")
     coordinates = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
     who = f"global rank {world.global_rank} of {world.global_size} on {world.device}"
     stage = f", stage {world.pp_rank}" * (world.pp_size > 1)

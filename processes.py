@@ -718,9 +718,17 @@ def serve(pipe, environment: dict[str, str], threads: int, start, args: tuple) -
         while True:
             function, args = pickle.loads(pipe.recv_bytes())
             answer = attempt(function, started, *args)
-            pipe.send_bytes(pickle.dumps(answer))
+            pipe.send_bytes(pickled(answer))
     except (EOFError, OSError):
         os._exit(0)  # gloo may abort while the interpreter shuts down
+
+
+def pickled(answer: tuple[bool, object]) -> bytes:
+    """An answer as bytes. One that cannot be pickled, such as a generator, is an error."""
+    try:
+        return pickle.dumps(answer)
+    except Exception as error:
+        return pickle.dumps((False, described(error)))
 
 
 def attempt(function, *args) -> tuple[bool, object]:

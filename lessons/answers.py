@@ -110,11 +110,13 @@ class Answer:
         """The most bytes that NumPy's arrays, and all else of Python's, held at once."""
         called = self.value(function)
         tracemalloc.start()
-        with self.explained(call_of(function, args)):
-            called(*args)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return peak
+        try:
+            with self.explained(call_of(function, args)):
+                called(*args)
+            _, peak = tracemalloc.get_traced_memory()
+            return peak
+        finally:
+            tracemalloc.stop()
 
     def kill(self, function: str, *args, at: int | None):
         """Call it in a copy of this process that dies before its change of a file number `at`.
@@ -130,7 +132,7 @@ class Answer:
         """What it returns on each of `size` ranks. An argument `PerRank` differs between them."""
         if self.hangs:
             raise Skipped("not run: a call did not end, see above")
-        patience = SECONDS
+        patience = SECONDS + 5  # so that a rank's own limit, which names the line, comes first
         if size not in self.pools:
             self.pools[size] = Pool(size, start_rank)
             patience = STARTING
@@ -140,8 +142,8 @@ class Answer:
         except PoolError as error:
             del self.pools[size]  # it has ended: the next call gets a new one
             _, failed, words = error.details.partition("AssertionError: ")
-            self.hangs = not failed
-            why = words.strip() if failed else f"{function}: {error}. Does it end?"
+            self.hangs = str(error).startswith("no answer in")
+            why = words.strip() if failed else f"{function}: {error}{'. Does it end?' * self.hangs}"
             raise AssertionError(f"on {size} ranks, {why}") from None
         for result in results:
             if isinstance(result, ToDo):

@@ -80,9 +80,9 @@ def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
         model = MPT(replace(model_cfg, n_layers=n_layers, vocab_size=1))
         ids = torch.zeros(n_rows, model_cfg.max_seq_len, dtype=torch.long)
     model.separator = 0
+    parallel.put_adapters_on(model, replace(cfg, lora_last_blocks=0), precision)
     if world.dp_size > 1:
         model.transformer.blocks.to(parallel.DTYPES[precision])  # as fully_shard gathers them
-    parallel.put_adapters_on(model, replace(cfg, lora_last_blocks=0), precision)
     parallel.parallelize(model, None, cfg, precision)
     with parallel.weights_cast_once(model, precision, math.ceil(rows_of_rank / n_rows)):
         with parallel.autocast(world.device, precision):

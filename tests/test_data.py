@@ -28,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
 
+import data
 from config import TrainConfig, UserError, load
 from data import Split, permute, prefetch
 from text import corpus, shards
@@ -236,6 +237,30 @@ def test_a_run_that_asks_for_all_tokens_does_not_take_the_first_ones(make):
     run_command(message)
     assert open_or_prepare(make(TEXTS)) == folder
     assert files(folder) == files(prepare(make(TEXTS, "fresh")))
+
+
+@pytest.mark.parametrize("later", [0, 3000], ids=["all", "more"])
+def test_a_run_that_has_begun_goes_on_with_the_first_tokens(make, tmp_path, capsys, later):
+    """It would be refused on others. Half of a first checkpoint does not count."""
+    cfg = replace(make(TEXTS, max_tokens=1000), run_dir=str(tmp_path / "run"))
+    folder = open_or_prepare(cfg)
+    before = files(folder)
+    (tmp_path / "run/checkpoints/step-5.tmp").mkdir(parents=True)
+    if not later:
+        assert "only the first 1,000" in refusal(open_or_prepare, replace(cfg, max_tokens=later))
+    (tmp_path / "run/checkpoints/step-5").mkdir()
+    capsys.readouterr()
+    assert open_or_prepare(replace(cfg, max_tokens=later)) == folder and files(folder) == before
+    assert "goes on with them" in capsys.readouterr().err
+
+
+def test_the_command_that_makes_the_data_fits_the_run(make):
+    """Windows of the run's length: the default is longer than this text."""
+    folder = open_or_prepare(make(TEXTS), 32)
+    (folder / "train-00000.bin").unlink()
+    message = refusal(open_or_prepare, make(TEXTS), 32)
+    data.main(shlex.split(message.partition("python data.py ")[2].removesuffix(" makes it")))
+    assert open_or_prepare(make(TEXTS), 32) == folder
 
 
 def run_command(message):

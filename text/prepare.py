@@ -176,6 +176,8 @@ class Recipe:
     def command(self) -> str:
         """The command that makes the folder."""
         flags = self.settings() | {"max_tokens": self.cfg.max_tokens, "data_dir": self.folder}
+        if self.max_seq_len:
+            flags["max_seq_len"] = self.max_seq_len
         if self.cfg.init_from:  # which may have the tokenizer
             flags["init_from"] = self.cfg.init_from
         return f"python data.py {config.shell(*(f'--{k}={v}' for k, v in flags.items()))}"
@@ -208,7 +210,7 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
         recipe.require_settings(summary)
         require_unchanged(recipe, summary)
         require_all_tokens(recipe, summary)
-    if not summary or not has_enough(summary, cfg.max_tokens):
+    if not summary or not (has_enough(summary, cfg.max_tokens) or has_begun(cfg)):
         require_small(recipe, summary)
         prepare(cfg, max_seq_len=max_seq_len)
         summary = read_summary(folder)
@@ -248,20 +250,25 @@ def has_begun(cfg: TrainConfig) -> bool:
     steps = [int(name[5:]) for name in names if name[5:].isdecimal()]
     if cfg.resume == "again" and max(steps, default=0) >= cfg.max_steps:
         return False  # a finished run, which will be put aside
-    return bool(names) or cfg.resume not in ("auto", "again", "never")
+    return bool(steps) or cfg.resume not in ("auto", "again", "never")
 
 
 def require_all_tokens(recipe: Recipe, summary: dict) -> None:
     """UserError if all tokens are wanted and the folder holds only the first ones. A note if it
-    holds more than are wanted: one folder serves runs of different length.
+    holds more than are wanted, since one folder serves runs of different length, or fewer than a
+    run wants that has begun with them.
     """
     cfg, folder = recipe.cfg, recipe.folder
     n_tokens = summary["train_tokens"]
+    has_fewer = not has_enough(summary, cfg.max_tokens)
     require(
-        cfg.max_tokens or has_enough(summary, 0) or has_begun(cfg),
+        cfg.max_tokens or not has_fewer or has_begun(cfg),
         f"{folder} holds only the first {n_tokens:,} training tokens: set --max_tokens={n_tokens}, "
         f"or make the rest if no run on these has to resume: {recipe.command()}",
     )
+    if has_fewer and has_begun(cfg):
+        fewer = f"{folder} holds {n_tokens:,} training tokens, fewer than --max_tokens"
+        print(f"note: {fewer}: this run goes on with them", file=sys.stderr, flush=True)
     if 0 < cfg.max_tokens < n_tokens:
         more = f"{folder} holds {n_tokens:,} training tokens, more than --max_tokens"
         print(f"note: {more}: this run reads all of them", file=sys.stderr, flush=True)

@@ -75,9 +75,9 @@ def checker(number: str):
 def lessons(*words, cwd=ROOT):
     """`python -m lessons`, as typed."""
     command = [sys.executable, "-m", "lessons", *words]
-    return subprocess.run(
-        command, cwd=cwd, env=clean_environment(), capture_output=True, text=True, timeout=1200
-    )
+    env = clean_environment()
+    env.pop("TRITON_INTERPRET", None)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=1200)
 
 
 # --- The exercises
@@ -111,6 +111,10 @@ def test_each_part_has_a_wrong_answer():
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", RIGHT, **by_name)
 def test_a_right_answer_is_accepted(answer):
+    if answer.name[0] == "4":  # see above: in a process of its own
+        done = lessons("check", "4", f"--file={answer}")
+        assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout
+        return
     found = [result for _, result, _ in workshop.check(workshop.lesson(answer.name[0]), answer)]
     assert "right" in found and set(found) <= {"right", "skipped"}
 
@@ -175,6 +179,7 @@ def crash(x): return x / 0
 def wait(): time.sleep(1000)
 def later(): raise NotImplementedError("write it")
 def leave(): raise SystemExit(3)
+def endless(): return (n for n in range(3))
 def change(x): x += 1
 def not_of_torch(*args): torch.softmax(torch.ones(2, dtype=torch.int64), -1)
 def half_a_megabyte():
@@ -240,6 +245,8 @@ def test_what_goes_wrong_is_told(odd, name, args, words):
 
 
 def test_a_rank_that_fails_is_told_at_once(odd):
+    with pytest.raises(AssertionError, match="cannot pickle"):
+        odd.call_on_ranks(2, "endless")
     with pytest.raises(AssertionError, match="on 2 ranks, fail_on_one_rank.*line .*TypeError"):
         odd.call_on_ranks(2, "fail_on_one_rank", torch.ones(1))
     assert odd.call_on_ranks(2, "add_up", torch.ones(1))[0][0] == 2  # on new ranks
