@@ -490,7 +490,10 @@ STAGED = [
         {"n_layers": 5, "tie_word_embeddings": False},
         {"microbatches": 5, "ranks": 4, "sharding": "FULL_SHARD", **FULL},
     ),
-    slow({"no_bias": True}, {"microbatches": 5, **EIGHT_BY_2, "sharding": "HYBRID_SHARD"}),
+    slow(
+        {"no_bias": True},
+        {"microbatches": 5, "ranks": 4, "sharding": "HYBRID_SHARD", "shard_size": 2},
+    ),
     slow({"n_layers": 3}, {"microbatches": 5, "ranks": 2, "sharding": "DDP", **FULL}),
     slow({}, {"microbatches": 5, "tp": 2, **GATHERS, **FULL}),
 ]
