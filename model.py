@@ -311,9 +311,9 @@ class MPT(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, dtype, pad=None):
         """An empty `KVCache` with room for `max_tokens` positions of each row."""
-        blocks = self.transformer.blocks
-        n_kv_heads = blocks[0].attn.kv_dim // self.cfg.head_dim  # of this tensor rank
-        shape = (len(blocks), batch_size, n_kv_heads, max_tokens, self.cfg.head_dim)
+        block, *others = self.transformer.blocks  # of this stage
+        n_kv_heads = block.attn.kv_dim // self.cfg.head_dim  # of this tensor rank
+        shape = (1 + len(others), batch_size, n_kv_heads, max_tokens, self.cfg.head_dim)
         device = next(self.parameters()).device
         k = torch.empty(shape, device=device, dtype=dtype)
         v = torch.empty(shape, device=device, dtype=dtype)

@@ -328,6 +328,8 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
     with in_time(f"connect to all other ranks at {where}"):
         store.set_timeout(timeout)
         dist.init_process_group(store=dist.PrefixStore(name, store), **group)
+        # Without this a rank might end, for an error, while others still connect to it.
+        dist.all_reduce(torch.zeros(1))
 
 
 def open_store(host: str, port: int, rank: int) -> dist.Store:

@@ -10,9 +10,8 @@
 A run exits with 75 after SIGTERM and SIGUSR1, when memory runs out, and when a rank is lost or
 hangs. torchrun itself exits with 1 whenever a rank's status is not 0.
 
-This file does not import PyTorch: `while_loading` must run before that, which takes seconds:
-
-    fsdp_train.py, first lines:    if __name__ == "__main__": stopping.while_loading(sys.argv[1:])
+This file does not import PyTorch: fsdp_train.py calls `while_loading` before it does so itself,
+which takes seconds.
 """
 
 import contextlib

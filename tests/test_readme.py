@@ -205,6 +205,7 @@ STANDS_FOR = {
     "evaluation.results scores.json": "evaluation.results tests/old_runs/evaluation.json",
     "results.csv": "scaling.csv",
     "mine.csv theirs.csv": "mi250.csv h100.csv",
+    "export runs/demo demo-hf": "export runs/demo exported",
     "demo-hf": "mpt-7b",
     "runs/mpt-7b": "runs/from-mpt-7b",
     "step-200": "step-1",
