@@ -185,7 +185,8 @@ def test_a_host_is_killed_and_comes_back(hosts, ranks, tiny_data, tmp_path, vict
     two = hosts()
     for number in (0, 1):
         two.start(number, *args, "--run_dir=two")
-    wait_for(lambda: steps_done(tmp_path / "two") >= 15)
+    run = tmp_path / "two"
+    wait_for(lambda: steps_done(run) >= 15 and (run / "checkpoints/step-10").exists())
     for number in victims:
         two.kill(number)
     for number in victims:
