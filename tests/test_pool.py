@@ -73,7 +73,7 @@ def test_every_process_answers_in_the_order_of_ranks(pool):
         ((Counter.leave,), "status 7"),
         ((Counter.fill,), "out of memory"),
         ((Counter.read,), "EOFError: the file is cut off"),
-        ((Counter.unreadable,), "status 1"),
+        ((Counter.unreadable,), "pickle"),
     ],
 )
 def test_when_one_fails_all_end_and_the_error_says_why(pool, call, message):
