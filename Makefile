@@ -5,8 +5,8 @@
 #                 before and after
 # make elastic    the same run on 1 rank, on 2, and moved 2 -> 4 -> 4 -> 1 with --tp and --pp
 #                 and a kill -9: five minutes, one picture
-# make test       the quick tests: eight minutes on two CPU cores, after the set-up
-# make test-all   the slow tests, without the quick ones: 40 minutes
+# make test       the quick tests: six minutes on two CPU cores, after the set-up
+# make test-all   the slow tests, without the quick ones: half an hour
 # make soak       the long tests, without the others: one to two hours, by estimate
 # make bundle     a folder from which others set up the workshop without a network
 # make mutants    one planted bug at a time: the quick tests must find each

@@ -267,7 +267,7 @@ def require_all_tokens(recipe: Recipe, summary: dict) -> None:
         f"or make the rest if no run on these has to resume: {recipe.command()}",
     )
     if has_fewer and has_begun(cfg):
-        fewer = f"{folder} holds {n_tokens:,} training tokens, fewer than --max_tokens"
+        fewer = f"{folder} holds {n_tokens:,} training tokens, fewer than --max_tokens asks for"
         print(f"note: {fewer}: this run goes on with them", file=sys.stderr, flush=True)
     if 0 < cfg.max_tokens < n_tokens:
         more = f"{folder} holds {n_tokens:,} training tokens, more than --max_tokens"

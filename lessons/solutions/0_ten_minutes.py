@@ -9,6 +9,7 @@ FINAL_LOSSES = {2e-3: 6.36, 2e-2: 6.61, 2e-1: 33.6}
 
 
 def losses(path):
+    """The training losses of a run."""
     found = []
     with open(path, encoding="utf-8") as file:
         for line in file:

@@ -6,6 +6,7 @@ import torch
 
 
 def alibi_slopes(n_heads, bias_max=8.0):
+    """The slope of each head, (n_heads,) float32."""
     # n: n_heads rounded up to a power of two. (n_heads - 1).bit_length() is how often n_heads - 1
     # can be halved: 4 for 9 to 16 heads. Integers have no rounding to worry about.
     n = 2 ** (n_heads - 1).bit_length()
@@ -20,6 +21,7 @@ def alibi_slopes(n_heads, bias_max=8.0):
 
 
 def causal_attention(q, k, v, slopes):
+    """softmax(q k^T / sqrt(D) + bias) v, (B, H, Tq, D) float32."""
     D = q.shape[-1]
     Tq, Tk = q.shape[2], k.shape[2]
 
@@ -41,6 +43,7 @@ def causal_attention(q, k, v, slopes):
 def count_parameters(
     vocab_size, d_model, n_layers, expansion_ratio=4, learned_positions=0, biases=False
 ):
+    """The number of parameters of an MPT with tied embeddings, an int."""
     d = d_model
     hidden = int(d * expansion_ratio)
     matrices = 3 * d * d + d * d + 2 * d * hidden  # Wqkv, out_proj, up_proj and down_proj

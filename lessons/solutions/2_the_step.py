@@ -22,6 +22,7 @@ BUGS = {
 
 
 def chunked_cross_entropy(hidden, weight, labels, chunk):
+    """The loss of N tokens and its gradients, with the logits of `chunk` tokens at a time."""
     loss = torch.zeros((), dtype=hidden.dtype)
     grad_hidden = torch.zeros_like(hidden)  # (N, D)
     grad_weight = torch.zeros_like(weight)  # (V, D)

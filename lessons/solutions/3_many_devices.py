@@ -17,12 +17,14 @@ def padded(tensor):
 
 
 def shard(weight):
+    """This rank's piece of a weight, (ceil(numel / size),) float32."""
     pieces = padded(weight).chunk(dist.get_world_size())
     # chunk returns views of one memory. Without the clone, each rank would keep the whole weight.
     return pieces[dist.get_rank()].clone()
 
 
 def gather(piece, shape):
+    """The whole weight, float32 of this shape, on every rank. A collective."""
     n = math.prod(shape)
     return all_gather(piece)[:n].view(shape)  # the padding is behind the n-th number
 
@@ -50,6 +52,7 @@ class Linear(torch.autograd.Function):
 
 
 def step(pieces, shapes, x, target, lr):
+    """One step of SGD, W -= lr * gradient. A collective. Returns (loss, new pieces)."""
     pieces = [piece.detach().requires_grad_() for piece in pieces]
     hidden = F.gelu(Linear.apply(x, pieces[0], shapes[0]))  # (rows, hidden)
     y = Linear.apply(hidden, pieces[1], shapes[1])  # (rows, out)

@@ -18,6 +18,7 @@ except ImportError:  # as on a Mac
 
 
 def max_and_sum(score_blocks):
+    """The largest score m of each row, and the sum l of exp(score - m), in one pass."""
     m, l = None, None
     for s in score_blocks:  # (rows, n)
         if m is None:
@@ -37,6 +38,7 @@ def finite_part(m):
 
 
 def attention(q, blocks, scale):
+    """softmax(q k^T * scale + bias) v for keys and values that come block by block."""
     n_queries = q.shape[0]
     m = np.full(n_queries, -np.inf, q.dtype)
     l = np.zeros(n_queries, q.dtype)
@@ -94,6 +96,7 @@ if triton is not None:
 
 
 def forward(q, k, v, slope, block_n):
+    """Causal attention with ALiBi of the last Tq of Tk positions, by one program of `kernel`."""
     out = torch.empty_like(q)
     sizes = {"D": q.shape[1], "BLOCK_M": q.shape[0], "BLOCK_N": block_n}
     kernel[(1,)](q, k, v, out, k.shape[0], q.shape[1] ** -0.5, slope, **sizes)

@@ -14,6 +14,7 @@ import torch
 
 
 def forward(x, W, bias, A, B, scale):
+    """y = W x + bias + scale * B A x, (..., out), in the dtype of x."""
     y = torch.nn.functional.linear(x, W, bias)
     # From the right: A x has r numbers a row. B A would have out x in, as many as W.
     low = x.to(A.dtype) @ A.T  # (..., r)
@@ -22,6 +23,7 @@ def forward(x, W, bias, A, B, scale):
 
 
 def backward(dy, x, W, A, B, scale):
+    """The gradients (dx, dA, dB), given the gradient dy (..., out) of a loss with respect to y."""
     # With low = A x and y = W x + bias + s B low, the chain rule gives, row by row,
     #     dlow = s B^T dy          dx = W^T dy + A^T dlow
     #     dB = sum of s dy low^T   dA = sum of dlow x^T
@@ -39,17 +41,20 @@ def backward(dy, x, W, A, B, scale):
 
 
 def merge(W, A, B, scale):
+    """W + scale * B A, (out, in), in the dtype of W. W itself stays as it is."""
     # W goes up to the dtype of A and B, not B A down to that of W. Rounding B A first and the sum
     # again would round twice, and bf16 + bf16 loses most of a small update.
     return (W.to(A.dtype) + scale * (B @ A)).to(W.dtype)
 
 
 def unmerge(merged, A, B, scale):
+    """W from merge(W, A, B, scale), to within rounding, in the dtype of `merged`."""
     # What rounding took at the merge does not come back. So this project keeps the base.
     return merge(merged, A, B, -scale)
 
 
 def read_adapter(folder):
+    """{layer: (A, B, s)} of a folder that PEFT wrote. A and B are float32 tensors, s is a float."""
     folder = Path(folder)
     settings = json.loads((folder / "adapter_config.json").read_text())
     rank = settings["r"]

@@ -7,6 +7,7 @@ import numpy as np
 
 
 def isoflop_optimum(sizes, losses):
+    """(size, loss) at the minimum of one IsoFLOP curve, two floats."""
     # Models are compared by factors: twice the size is one step, wherever it begins. So x = log N.
     x = np.log(sizes)
     p, q, r = np.polyfit(x, losses, 2)  # L = p x^2 + q x + r; the order of the runs is irrelevant
@@ -17,6 +18,7 @@ def isoflop_optimum(sizes, losses):
 
 
 def fit_power_law(budgets, optima):
+    """(k, a), two floats, of the power law  optimum = k * budget ** a."""
     # log optimum = log k + a log budget: a line, whose slope is the exponent.
     a, log_k = np.polyfit(np.log(budgets), np.log(optima), 1)
     return float(np.exp(log_k)), float(a)
