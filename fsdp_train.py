@@ -27,9 +27,7 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
 import checkpoint
@@ -37,9 +35,7 @@ import config
 import data
 import optim
 import parallel
-import pipeline
 import processes
-import tensor_parallel
 from config import MPTConfig, TrainConfig, require
 from lifecycle import microbatch, reporter, resume, runlog
 from lifecycle.cadence import Cadence
@@ -141,15 +137,13 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
 
     # forward, backward: .grad adds up over the microbatches
     microbatches = cut(ids, labels, cfg)
-    run = forward_backward if cfg.pp == 1 else forward_backward_in_stages
     with parallel.weights_cast_once(model, precision, len(microbatches)):
-        loss_sum = run(model, microbatches, n_tokens, cfg, world, precision)
+        loss_sum = forward_backward(model, microbatches, n_tokens, cfg, world, precision)
 
     # update
     with record_function("optimizer"):
         loss = processes.dp_sum(loss_sum, world) / n_tokens
-        tensor_parallel.sum_partial_gradients(model)
-        pipeline.sum_tied_gradients(model)
+        parallel.finish_gradients(model)
         grad_norm = parallel.grad_norm(model)
         optim.clip_gradients(model.parameters(), grad_norm, cfg.grad_clip)
         # A bad step is skipped without reading it back: optim.update sets found_inf, as PyTorch's
@@ -161,11 +155,18 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
 
 def forward_backward(model, microbatches, n_tokens, cfg, world, precision):
     """Add the gradients of all microbatches to .grad. Returns the sum of the tokens' losses."""
-    device = world.device
-    loss_sum = torch.zeros((), device=device)
+    if cfg.pp > 1:
+        import pipeline  # here, since most runs do without
+
+        autocast = partial(parallel.autocast, world.device, precision)
+        before = partial(parallel.before_microbatch, model, cfg)
+        return pipeline.forward_backward(
+            model, microbatches, n_tokens, cfg.z_loss, world, autocast, before
+        )
+    loss_sum = torch.zeros((), device=world.device)
     for number, (ids, labels) in enumerate(microbatches, 1):
         parallel.before_microbatch(model, cfg, last=number == len(microbatches))
-        with record_function("forward"), parallel.autocast(device, precision):
+        with record_function("forward"), parallel.autocast(world.device, precision):
             # The sum over the tokens of the microbatch.
             loss = model(ids, labels=labels, z_loss=cfg.z_loss)
         with record_function("backward"):
@@ -173,43 +174,6 @@ def forward_backward(model, microbatches, n_tokens, cfg, world, precision):
             # the tokens of all ranks already, so dp_size cancels that division.
             (loss * world.dp_size / n_tokens).backward()
         loss_sum += loss.detach_()  # in place, which frees the graph
-    return loss_sum
-
-
-def forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precision):
-    """The same for one stage of a pipeline. A collective of its stages."""
-    device = world.device
-    loss_sum = torch.zeros((), device=device)
-    # microbatch -> (x, the node of the graph at which its backward begins). The node keeps the
-    # graph, and so the activations, but not the output y, which is freed once it is sent.
-    kept = {}
-
-    def empty(i):
-        with parallel.autocast(device, precision):
-            return model.empty_hidden_states(microbatches[i][0])
-
-    def forward(i, x):
-        ids, labels = microbatches[i]
-        if x is not None:
-            x.requires_grad_()
-        with record_function("forward"), parallel.autocast(device, precision):
-            y = model(ids, labels=labels, z_loss=cfg.z_loss, x=x)
-        if not model.pipe.is_last:
-            kept[i] = x, get_gradient_edge(y)
-            return y.detach()
-        loss_sum.add_(y.detach())
-        kept[i] = x, get_gradient_edge(y * world.dp_size / n_tokens)
-        return None
-
-    def backward(i, dy):
-        parallel.before_microbatch(model, cfg, last=i == len(microbatches) - 1)
-        x, edge = kept.pop(i)
-        with record_function("backward"):
-            torch.autograd.backward(edge, dy)
-        return None if x is None else x.grad
-
-    pipeline.one_f_one_b(model.pipe, len(microbatches), empty, forward, backward)
-    dist.all_reduce(loss_sum, group=model.pipe.group)
     return loss_sum
 
 
@@ -313,8 +277,7 @@ def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
     fix = f"set --global_batch_size={' or '.join(map(str, nearest))}"
     problem = f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks"
     require(batch % dp == 0, f"{problem}: {fix}")
-    tensor_parallel.check(model_cfg, cfg)
-    pipeline.check(model_cfg, cfg)
+    parallel.check(model_cfg, cfg)
     data.check_packing(model_cfg, cfg)
     model_cfg.check_adapters_fit(cfg)
     if cfg.init_from:

@@ -42,7 +42,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import config
 import devices
 import optim
-import pipeline
 import processes
 import tensor_parallel
 from config import MPTConfig, TrainConfig, UserError, require
@@ -66,6 +65,15 @@ SAVED = {
 # Building
 
 
+def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
+    """UserError if the model cannot be cut into cfg.tp parts and cfg.pp stages."""
+    model_cfg.check_tensor_ranks(cfg.tp, cfg.sequence_parallel)
+    model_cfg.check_stages(cfg.pp)
+    for name, ranks in {"tp": cfg.tp, "pp": cfg.pp}.items():
+        possible = ranks == 1 or cfg.compile is not True
+        require(possible, f"{name} does not work with compiled blocks: set --compile=False")
+
+
 def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: int | None):
     """This rank's part of a model, and its optimizer, ready for training. A collective.
 
@@ -77,8 +85,10 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
         model = MPT(model_cfg)
     if team := tensor_parallel.team_of(world, cfg.sequence_parallel):
         tensor_parallel.cut(model, team)
-    if pipe := pipeline.pipe_of(world):
-        pipeline.keep_stage(model, pipe)
+    if world.pp_size > 1:
+        import pipeline  # here, since most runs do without
+
+        pipeline.keep_stage(model, pipeline.pipe_of(world))
     put_adapters_on(model, cfg, precision)
     model = parallelize(model, mesh, cfg, precision)
     materialize(model, world.device, seed)
@@ -350,6 +360,19 @@ def free_gathered_weights(model: MPT) -> None:
             module.reshard()
 
 
+def finish_gradients(model: MPT) -> None:
+    """Add up the gradients of weights that several tensor ranks or stages have. A collective.
+
+    Nothing to do without them: the data-parallel ranks' have been reduced during the backward.
+    """
+    if tensor_parallel.layout_of(model).size > 1:
+        tensor_parallel.sum_partial_gradients(model)
+    if hasattr(model, "pipe"):
+        import pipeline  # here, since most runs do without
+
+        pipeline.sum_tied_gradients(model)
+
+
 def grad_norm(model: MPT) -> torch.Tensor:
     """The norm of all gradients of a model over all ranks, an fp32 scalar. A collective.
 
@@ -358,9 +381,10 @@ def grad_norm(model: MPT) -> torch.Tensor:
     plain tensors, meshes and placements works.
     """
     layout = tensor_parallel.layout_of(model)
+    pipe = getattr(model, "pipe", None)
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for name, p in model.named_parameters():
-        if p.grad is None or pipeline.is_second_copy(model, name):
+        if p.grad is None or is_second_copy(model, name):
             continue
         mesh, sharded_dims = None, ()
         if isinstance(p.grad, DTensor):
@@ -377,13 +401,19 @@ def grad_norm(model: MPT) -> torch.Tensor:
         total += squares
     if layout.size > 1:
         dist.all_reduce(total, group=model.team.group)
-    if isinstance(model, pipeline.Stage):
-        dist.all_reduce(total, group=model.pipe.group)
-    if layout.size > 1 or isinstance(model, pipeline.Stage):
+    if pipe:
+        dist.all_reduce(total, group=pipe.group)
+    if layout.size > 1 or pipe:
         # Groups of other data-parallel ranks may have added in another order. Copies of a weight
         # stay equal only if all are clipped by the same number.
         dist.broadcast(total, src=0)
     return total.sqrt()
+
+
+def is_second_copy(model: MPT, name: str) -> bool:
+    """Whether this is the last stage's copy of a tied embedding: the norm counts the first's."""
+    is_later_stage = hasattr(model, "pipe") and not model.pipe.is_first
+    return is_later_stage and name == "transformer.wte.weight"
 
 
 def demonstrate(argv) -> None:

@@ -45,11 +45,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 import config
 import processes
-from config import MPTConfig, TrainConfig, UserError, blocks_of, require
+from config import UserError, blocks_of, require
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
 
@@ -289,10 +291,9 @@ def sum_tied_gradients(model: MPT) -> None:
 
     Both get the sum, so both make the same update. A collective of the two.
     """
-    if not isinstance(model, Stage) or not model.cfg.tie_word_embeddings:
-        return
     pipe = model.pipe
-    if not (pipe.is_first or pipe.is_last):
+    has_embedding = pipe.is_first or pipe.is_last
+    if not (has_embedding and model.cfg.tie_word_embeddings):
         return
     grad = model.transformer.wte.weight.grad
     if grad is None:  # adapters leave the embedding as it is
@@ -302,17 +303,49 @@ def sum_tied_gradients(model: MPT) -> None:
     grad += pipe.transfer(other_end, send=grad, receive=torch.empty_like(grad))
 
 
-def is_second_copy(model: MPT, name: str) -> bool:
-    """Whether this is the last stage's copy of a tied embedding: the norm counts the first's."""
-    is_stage = isinstance(model, Stage) and not model.pipe.is_first
-    return is_stage and name == "transformer.wte.weight"
+# --------------------------------------------------------------------------------------------------
+# A step of a stage
 
 
-def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
-    """UserError if a model cannot be cut into cfg.pp stages."""
-    model_cfg.check_stages(cfg.pp)
-    problem = "pp does not work with compiled blocks: set --compile=False"
-    require(cfg.pp == 1 or cfg.compile is not True, problem)
+def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, before_microbatch):
+    """Add the gradients of all microbatches to .grad. Returns the sum of the tokens' losses.
+
+    As fsdp_train.forward_backward, for one stage. A collective of the stages.
+
+    autocast(): a context for forward passes. before_microbatch(last): parallel.py's.
+    """
+    loss_sum = torch.zeros((), device=world.device)
+    # microbatch -> (x, the node of the graph at which its backward begins). The node keeps the
+    # graph, and so the activations, but not the output y, which is freed once it is sent.
+    kept = {}
+
+    def empty(i):
+        with autocast():
+            return model.empty_hidden_states(microbatches[i][0])
+
+    def forward(i, x):
+        ids, labels = microbatches[i]
+        if x is not None:
+            x.requires_grad_()
+        with record_function("forward"), autocast():
+            y = model(ids, labels=labels, z_loss=z_loss, x=x)
+        if not model.pipe.is_last:
+            kept[i] = x, get_gradient_edge(y)
+            return y.detach()
+        loss_sum.add_(y.detach())
+        kept[i] = x, get_gradient_edge(y * world.dp_size / n_tokens)
+        return None
+
+    def backward(i, dy):
+        before_microbatch(last=i == len(microbatches) - 1)
+        x, edge = kept.pop(i)
+        with record_function("backward"):
+            torch.autograd.backward(edge, dy)
+        return None if x is None else x.grad
+
+    one_f_one_b(model.pipe, len(microbatches), empty, forward, backward)
+    dist.all_reduce(loss_sum, group=model.pipe.group)
+    return loss_sum
 
 
 # --------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 import processes
-from config import MPTConfig, TrainConfig, arguments, require
+from config import MPTConfig, arguments, require
 from loss import (
     IGNORE,
     add_products,
@@ -568,13 +568,6 @@ def cut(model: MPT, team: Team) -> None:
     model.layout = layout
 
 
-def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
-    """UserError if a model cannot be cut for cfg.tp tensor ranks."""
-    model_cfg.check_tensor_ranks(cfg.tp, cfg.sequence_parallel)
-    is_possible = cfg.tp == 1 or cfg.compile is not True
-    require(is_possible, "tp does not work with compiled blocks: set --compile=False")
-
-
 def sum_partial_gradients(model: MPT) -> None:
     """Sum over the team the gradients of which each rank has a part. A collective.
 
@@ -582,8 +575,6 @@ def sum_partial_gradients(model: MPT) -> None:
     only a rank's own tokens. A single head of keys and values has seen only a rank's own queries,
     and the whole factor of an adapter (lora.py) only a rank's own part of its layer.
     """
-    if not isinstance(model, SplitMPT):
-        return
     layout, grads = model.layout, []
     for name, param in model.named_parameters():
         is_partial = model.team.sequence_parallel or layout.spans(name) or is_adapter(name)
@@ -606,7 +597,7 @@ def demonstrate(argv) -> None:
     alone = "one process has no team: torchrun --nproc_per_node 2 tensor_parallel.py"
     require(world.global_size > 1, alone)
     cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=250, max_seq_len=32, alibi=True)
-    check(cfg, TrainConfig(tp=world.global_size))
+    cfg.check_tensor_ranks(world.global_size, sequence_parallel=False)
     ids = torch.randint(250, (2, 33), generator=torch.Generator().manual_seed(0))
     whole = MPT(cfg).double()
     init_weights(whole, seed=0)

@@ -53,10 +53,8 @@ import devices
 import flops
 import fsdp_train
 import parallel
-import pipeline
 import processes
 import program
-import tensor_parallel
 from bench import compare
 from bench.compare import PARTS, SHARES
 from config import MPTConfig, TrainConfig, require
@@ -328,8 +326,7 @@ class Row:
         gpus = 0 if self.cfg.device == "cpu" else torch.cuda.device_count()
         tp, pp = self.cfg.tp, self.cfg.pp
         self.ranks = launched() or self.args.ranks or gpus or tp * pp
-        tensor_parallel.check(self.model_cfg, self.cfg)
-        pipeline.check(self.model_cfg, self.cfg)
+        parallel.check(self.model_cfg, self.cfg)
         problem = f"--ranks={self.ranks} is not a multiple of tp {tp} x pp {pp} = {tp * pp}"
         require(self.ranks % (tp * pp) == 0, problem)
         self.dp_ranks = self.ranks // (tp * pp)

@@ -212,7 +212,7 @@ def main(argv) -> None:
     out_folder = Path(cfg.out).absolute().parent
     require(not cfg.out or out_folder.is_dir(), f"no folder for --out={cfg.out}: make it first")
     found = load.find(run)  # before the tasks, which may come from the Hub, slowly
-    tensor_parallel.check(load.settings_of(found), TrainConfig(tp=cfg.tp))
+    load.settings_of(found).check_tensor_ranks(cfg.tp, sequence_parallel=False)
     world = processes.start(tp=cfg.tp)
     team = tensor_parallel.team_of(world)
     delimiter = cfg.delimiter.replace("\\n", "\n")

@@ -18,7 +18,6 @@ import checkpoint
 import fsdp_train
 import lora
 import parallel
-import pipeline
 import processes
 import tensor_parallel
 from config import MPTConfig, TrainConfig, UserError
@@ -70,8 +69,7 @@ def is_possible(job) -> bool:
     try:
         model_cfg.check()
         cfg.check()
-        tensor_parallel.check(model_cfg, cfg)
-        pipeline.check(model_cfg, cfg)
+        parallel.check(model_cfg, cfg)
         model_cfg.check_adapters_fit(cfg)
     except UserError:
         return False

@@ -21,7 +21,6 @@ from layouts import (
 
 import fsdp_train
 import parallel
-import pipeline
 import tensor_parallel
 from loss import IGNORE
 
@@ -192,12 +191,11 @@ def gradients_in_float64(_, job):
     rows = rows_of_step(0, cfg, model_cfg)
     ids, labels = rows[:, :-1], rows[:, 1:]
     n_tokens = (labels != IGNORE).sum()
-    run = fsdp_train.forward_backward if cfg.pp == 1 else fsdp_train.forward_backward_in_stages
     torch.set_default_dtype(torch.float64)  # of the loss's sum
-    loss = run(model, fsdp_train.cut(ids, labels, cfg), n_tokens, cfg, world, "fp32")
+    microbatches = fsdp_train.cut(ids, labels, cfg)
+    loss = fsdp_train.forward_backward(model, microbatches, n_tokens, cfg, world, "fp32")
     torch.set_default_dtype(torch.float32)
-    tensor_parallel.sum_partial_gradients(model)
-    pipeline.sum_tied_gradients(model)
+    parallel.finish_gradients(model)
     layout = tensor_parallel.layout_of(model)
     found = []
     for name, param in model.named_parameters():

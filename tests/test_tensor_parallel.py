@@ -13,7 +13,6 @@ import torch.distributed as dist
 from layouts import MODEL, RUN, build, rows_of_step, take_steps
 
 import parallel
-import tensor_parallel
 from config import UserError
 from model import MPT, Positions
 from tensor_parallel import Layout
@@ -198,4 +197,4 @@ def test_logits_and_scores_are_those_of_one_process(ranks, size):
 )
 def test_what_cannot_be_cut_is_a_user_error(changes, model_changes, words):
     with pytest.raises(UserError, match=words):
-        tensor_parallel.check(replace(MODEL, **model_changes), replace(RUN, **changes))
+        parallel.check(replace(MODEL, **model_changes), replace(RUN, **changes))
