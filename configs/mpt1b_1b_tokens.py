@@ -1,6 +1,7 @@
 # MPT-1B (1.32B parameters) for 1B tokens, as in MosaicML's posts: a short run to compare machines.
 # Tokens: 512 sequences x 2048 = 1,048,576 per step; x 1,000 steps = 1.05B, 0.80 per parameter.
 # Batch: 512 = 8 devices x microbatch 4 x 16 accumulation steps.
+# Cost: 1.8 hours on 8 x A100 80GB, at the 20,513 tokens/s each (best of LLM Foundry's rows).
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_1b_tokens.py
 d_model = 2048
 n_heads = 16

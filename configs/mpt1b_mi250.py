@@ -4,6 +4,7 @@
 # Memory, computed, not measured on AMD hardware: 12 / 8 + 4 bytes per parameter = 7.2 GB,
 #   activations 32 bytes x 16384 tokens x 2048 x 24 = 25.8 GB, at the peak 36.9 GB
 #   (python -m planning.memory configs/mpt1b_mi250.py --ranks=8).
+# Cost, by plan.py, not measured: 2.5 to 4.5 days, at 119,000 to 66,400 tokens/s in all.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_mi250.py
 d_model = 2048
 n_heads = 16

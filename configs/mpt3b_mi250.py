@@ -4,6 +4,7 @@
 # Memory, computed, not measured on AMD hardware: 12 / 8 + 4 bytes per parameter = 14.6 GB,
 #   activations 32 bytes x 8192 tokens x 2560 x 32 = 21.5 GB, at the peak 42.8 GB
 #   (python -m planning.memory configs/mpt3b_mi250.py --ranks=8).
+# Cost, by plan.py, not measured: 10 to 18 days, at 60,300 to 33,800 tokens/s in all.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt3b_mi250.py
 d_model = 2560
 n_heads = 20

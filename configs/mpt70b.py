@@ -2,6 +2,7 @@
 # Tokens: 2048 sequences x 2048 = 4,194,304 per step; x 333,800 steps = 1.40T, 21.6 per parameter.
 # Batch: 2048 = 64 devices x microbatch 4 x 8 accumulation steps.
 # C4's English part has about 156B tokens (Dodge et al., 2021): seen about 9 times.
+# Cost, by plan.py for 64 x A100 80GB: 600 to 802 days, at 27,000 to 20,200 tokens/s in all.
 # Launch on each of 8 nodes: torchrun --nnodes 8 --nproc_per_node 8 --rdzv_backend c10d \
 #   --rdzv_endpoint HEAD_NODE:29500 fsdp_train.py configs/mpt70b.py
 d_model = 8192

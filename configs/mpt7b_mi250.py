@@ -4,6 +4,7 @@
 # Memory, computed, not measured on AMD hardware: 16 bytes per parameter / 8 = 13.3 GB,
 #   activations 32 bytes x 6144 tokens x 4096 x 32 = 25.8 GB, at the peak 42.2 GB
 #   (python -m planning.memory configs/mpt7b_mi250.py --ranks=8).
+# Cost, by plan.py, not measured: 67 to 120 days, at 23,000 to 12,900 tokens/s in all.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt7b_mi250.py
 d_model = 4096
 n_heads = 32

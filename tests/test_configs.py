@@ -88,16 +88,22 @@ def test_the_comment_counts_the_tokens(recipe):
     assert per_parameter == pytest.approx(per_step * steps / flops.n_params(model), rel=0.01)
 
 
-def test_the_comment_divides_the_tokens_by_the_published_speed(recipe):
+def test_the_comment_divides_the_tokens_by_the_speed(recipe):
+    """By the published speed of a device, or by the plan's band for all of them."""
     path, _, train = recipe
-    pattern = r"Cost: ([\d.,]+) (hours|days) on 8 x A100 80GB, at the ([\d,]+) tokens/s each"
-    found = re.search(pattern, comment_of(path))
-    if not found:
-        assert path.stem in ("mpt70b", "mpt1b_1b_tokens") or "mi250" in path.stem
+    published = r"Cost: ([\d.]+) (hours|days) on 8 x A100 80GB, at the ([\d,]+) tokens/s each"
+    planned = r"Cost, by plan.py.*: ([\d.]+) to ([\d.]+) days, at ([\d,]+) to ([\d,]+) tokens/s"
+
+    def days(rate):
+        return train.max_tokens / float(rate.replace(",", "")) / 86400
+
+    if found := re.search(published, comment_of(path)):
+        time = float(found[1]) / (24 if found[2] == "hours" else 1)
+        assert time == pytest.approx(days(found[3]) / 8, rel=0.05)
         return
-    time, rate = (float(text.replace(",", "")) for text in (found[1], found[3]))
-    hours = time if found[2] == "hours" else 24 * time
-    assert hours == pytest.approx(train.max_tokens / (8 * rate) / 3600, rel=0.05)
+    fewest, most, *rates = re.search(planned, comment_of(path)).groups()
+    assert float(fewest) == pytest.approx(days(rates[0]), rel=0.05)
+    assert float(most) == pytest.approx(days(rates[1]), rel=0.05)
 
 
 def test_the_comment_counts_the_parameters(recipe):
