@@ -29,15 +29,8 @@ from typing import Literal, NamedTuple
 import config
 import devices
 import program
-from config import (
-    EXTRA_PARTS,
-    LINEAR_LAYERS,
-    Checkpointing,
-    MPTConfig,
-    TrainConfig,
-    listed,
-    require,
-)
+from config import EXTRA_PARTS, LINEAR_LAYERS, Checkpointing, MPTConfig, TrainConfig, listed
+from program import require
 
 # --------------------------------------------------------------------------------------------------
 # Parameters
@@ -493,4 +486,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

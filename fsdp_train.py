@@ -40,13 +40,14 @@ import parallel
 import pipeline
 import processes
 import tensor_parallel
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig
 from lifecycle import microbatch, reporter, resume, runlog
 from lifecycle.cadence import Cadence
 from lifecycle.lease import Lease
 from lifecycle.reporter import Reporter
 from lifecycle.watchdog import Guard, StragglerTimer, Watchdog
 from loss import IGNORE
+from program import require
 
 
 def main(argv) -> None:

@@ -49,9 +49,11 @@ from torch.distributed.tensor import DTensor
 
 import config
 import processes
-from config import MPTConfig, TrainConfig, UserError, blocks_of, require
+import program
+from config import MPTConfig, TrainConfig, blocks_of
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
+from program import UserError, require
 
 # --------------------------------------------------------------------------------------------------
 # The schedule
@@ -397,4 +399,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(demonstrate)
+    program.run(demonstrate)

@@ -33,11 +33,13 @@ from dataclasses import replace
 import config
 import devices
 import flops
-from config import MPTConfig, TrainConfig, UserError, require
+import program
+from config import MPTConfig, TrainConfig
 from planning import answer, budget, calibrate, memory, picture, search, step_time
 from planning.answer import PlanArgs, Row
 from planning.fleet import fleet_of, with_flags
 from planning.search import LayoutArgs, Plan, Question
+from program import UserError, require
 
 
 def main(argv: list[str]) -> None:
@@ -201,4 +203,4 @@ def plan_of_settings(q: Question, argv: list[str]) -> Plan | None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import config
 import program
-from config import require
 from devices import NODE_WATTS, PUBLISHED_MI250
+from program import require
 from storage import files
 
 # Columns of `bench train`: numbers above 0, numbers that may be unknown, settings.
@@ -82,7 +82,7 @@ class CompareArgs:
 
 def read(path) -> list[dict[str, str]]:
     """The rows of a CSV of `bench train`, as text. UserError if there is no such file."""
-    fix = f"python -m bench train CONFIG {config.shell(f'--out={path}')} makes one"
+    fix = f"python -m bench train CONFIG {program.shell(f'--out={path}')} makes one"
     require(Path(path).is_file(), f"no file {str(path)!r}: {fix}")
     return files.read_csv(path, COLUMNS, "a CSV of bench train")
 
@@ -312,7 +312,7 @@ def show_one(path: Path) -> None:
     for title, members in groups.items():
         print(title, "", scaling_table(members), "", sep="\n")
     if not groups:
-        print(MORE_SIZES_TEXT.format(out=config.shell(f"--out={path}")))
+        print(MORE_SIZES_TEXT.format(out=program.shell(f"--out={path}")))
     print(PUBLISHED_TEXT)
     if importlib.util.find_spec("matplotlib"):
         draw(good, path.with_suffix(".png"))
@@ -435,4 +435,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import config
-from config import require
+import program
+from program import require
 
 try:
     import triton
@@ -268,7 +268,7 @@ def print_speed(rows=4096, vocab_size=50368) -> None:
 
 def main(argv) -> None:
     """Compare with float64, in the interpreter if there is no GPU."""
-    config.arguments(argv)
+    program.arguments(argv)
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not INTERPRETED.value:
         # Triton reads the variable when a kernel is decorated, so the program starts again.
@@ -280,4 +280,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

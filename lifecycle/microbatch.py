@@ -34,8 +34,10 @@ import config
 import devices
 import parallel
 import processes
-from config import MPTConfig, TrainConfig, UserError, require
+import program
+from config import MPTConfig, TrainConfig
 from lifecycle import runlog
+from program import UserError, require
 from storage import files
 
 RECORD = "microbatch.json"
@@ -285,7 +287,7 @@ def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[
 
 def main(argv) -> None:
     """Print the microbatch sizes that are recorded in a run folder."""
-    config.arguments(argv, "RUN_DIR")
+    program.arguments(argv, "RUN_DIR")
     folder = Path(argv[0])
     require(folder.is_dir(), f"no run folder {argv[0]!r}: give one, such as runs/demo")
     records = read(folder / RECORD)
@@ -301,4 +303,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

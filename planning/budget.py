@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 import config
 import flops
-from config import MPTConfig, TrainConfig, UserError
+import program
+from config import MPTConfig, TrainConfig
 from planning.fleet import FleetArgs, fleet_of
 from planning.search import LayoutArgs, Plan, Question, fastest
+from program import UserError
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 SHAPE = ("d_model", "n_heads", "n_layers", "kv_n_heads")  # what `shape` sets
@@ -152,7 +154,7 @@ def main(argv: list[str]) -> None:
     flags = [text for text in argv if text.startswith("-")]
     m, cfg, asked, args = config.load(flags, MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
     usage = "usage: python -m planning.budget DAYS --device=h100 --devices=512"
-    config.require(len(numbers) == 1, usage)
+    program.require(len(numbers) == 1, usage)
     days = config.checked(config.parse_number(numbers[0]), float, "DAYS", "the command line")
     config.check_range("budget", days)
     if "global_batch_size" not in map(flops.flag_name, flags):
@@ -164,4 +166,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -44,9 +44,10 @@ from itertools import accumulate
 import config
 import devices
 import flops
-from config import Checkpointing, MPTConfig, TrainConfig, blocks_of, require
+import program
+from config import Checkpointing, MPTConfig, TrainConfig, blocks_of
 from planning import matmuls
-from program import table
+from program import require, table
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
 GPU_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
@@ -883,4 +884,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -21,13 +21,13 @@ from config import (
     MPTConfig,
     Sharding,
     TrainConfig,
-    UserError,
     alternatives,
     check_ranges,
     from_dict,
     load,
     to_json,
 )
+from program import UserError
 
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
 

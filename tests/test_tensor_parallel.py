@@ -14,8 +14,8 @@ from layouts import MODEL, RUN, build, rows_of_step, take_steps
 
 import parallel
 import tensor_parallel
-from config import UserError
 from model import MPT, Positions
+from program import UserError
 from tensor_parallel import Layout
 
 # --- Parts of a whole

@@ -10,10 +10,10 @@ from conftest import ROOT
 import devices
 import plan
 from bench import train as bench_train
-from config import UserError
 from planning import calibrate, step_time
 from planning.fleet import Fleet, FleetArgs, fleet_of
 from planning.step_time import Constants
+from program import UserError
 
 MI250 = devices.by_name("mi250")
 FLEET = Fleet(MI250, 8, 8, 100)
