@@ -611,10 +611,12 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
 
     # A file may have settings of the model and of training that this program does not have.
     others = types_of(MPTConfig, TrainConfig).keys() - hints.keys()
+    sources = [known(read_file(path), hints, path, others) for path in paths]
     values = {}
-    for settings in [known(read_file(path), hints, path, others) for path in paths] + [flags]:
-        if settings.keys() - SAME_RESULT:
-            values.pop("expect", None)  # of the settings so far
+    for settings in [*sources, flags]:
+        changed = {key for key in settings if settings[key] != values.get(key)}
+        if changed - SAME_RESULT:
+            values.pop("expect", None)  # of the settings before
         values |= settings
     return result + [filled(cls, values) for cls in classes]
 
@@ -653,7 +655,8 @@ def texts_of(argv: list[str], hints: dict) -> dict:
     for word in argv:
         if word.startswith("-"):
             key, _, text = word.lstrip("-").partition("=")
-            value = parse(text, hints.get(RENAMED.get(key, key), str))
+            key = RENAMED.get(key, key)
+            value = parse(text, hints.get(key, str))
             values[key] = values.get(key, []) + value if isinstance(value, list) else value
     return values
 

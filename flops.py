@@ -467,6 +467,7 @@ def flag_name(text: str) -> str:
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
     cfg = None
+    argv = config.joined(argv, MPTConfig, ShapeArgs, TrainingSetup, FlopsArgs)
     if "n_params" in map(flag_name, argv):
         files = [word for word in argv if not word.startswith("-")]
         require(not files, f"--n_params takes the place of a model: remove {' '.join(files)}")

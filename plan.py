@@ -44,6 +44,7 @@ from program import UserError, require
 
 def main(argv: list[str]) -> None:
     """Answer the question that the config files and flags in argv ask."""
+    argv = config.joined(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
     given = {flops.flag_name(text) for text in argv}
     if "plot" in given and given <= {"plot", "out"}:
         return picture.published(config.load(argv, PlanArgs)[0].out)

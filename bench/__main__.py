@@ -27,7 +27,7 @@ from program import require
 NAMES = "train compare machine attention generate beside first_night night_report".split()
 # What people have typed before -> what it is now.
 OLD_NAMES = {"table": ["compare"], "scaling": ["compare"], "lora": ["beside", "lora"]}
-# These are started and ended by processes.run, all others by config.run.
+# These are started and ended by processes.run, all others by program.run.
 OF_MANY_RANKS = ("train", "machine", "attention")
 
 

@@ -424,10 +424,7 @@ def show_two(paths: list[str], args: CompareArgs) -> None:
 
 def main(argv: list[str]) -> None:
     """Show the rows of one file, or compare the machines of two."""
-    paths = [word for word in argv if not word.startswith("-")]
-    (args,) = config.load([word for word in argv if word.startswith("-")], CompareArgs)
-    usage = "python -m bench compare results.csv, or a.csv b.csv [--prices=2,4] [--watts=375,1275]"
-    require(len(paths) in (1, 2), f"usage: {usage}")
+    paths, args = config.load(argv, CompareArgs, takes="RESULTS.csv [OTHER.csv]")
     if len(paths) == 1:
         show_one(Path(paths[0]))
     else:

@@ -162,7 +162,7 @@ def cross_entropy(
     """(losses, log_z), (rows,) fp32 each, of logits (rows, V) and labels (rows,) int64.
 
     logits: bf16, fp16 or fp32. The loss is 0 for the label IGNORE, and NaN for other labels outside
-    of the vocabulary. Without gradient. Raises config.UserError, a ValueError.
+    of the vocabulary. Without gradient. Raises UserError, a ValueError.
     """
     return launch(logits, labels, scale, z_loss, write_gradient=False)
 

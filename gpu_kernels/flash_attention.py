@@ -606,7 +606,7 @@ def flash_attention(
     alibi_slopes: (H,) fp32, without gradient. softmax_scale: None means 1 / sqrt(D). sequence_ids:
     (B, Tk) integers. A document is a run of equal ids, and documents do not see each other. A query
     that sees no key gives zeros. qkv: (B, T, (H + 2 Hkv) * D), if q, k and v are views of it, side
-    by side: its gradient is then made in one piece. Differentiable once. Raises config.UserError, a
+    by side: its gradient is then made in one piece. Differentiable once. Raises UserError, a
     ValueError.
     """
     kind = q.device.type

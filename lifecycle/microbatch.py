@@ -125,15 +125,15 @@ def read(path: Path) -> list[dict]:
     for record in records:
         wrong = fault(record)
         require(not wrong, f"{path} is damaged ({wrong}): delete it")
-        record["circumstances"] = with_current_names(record["circumstances"], path)
+        record["circumstances"] = with_current_names(record["circumstances"])
     return records
 
 
-def with_current_names(circumstances: dict, path: Path) -> dict:
+def with_current_names(circumstances: dict) -> dict:
     """The same circumstances with today's names of the settings, those of the model included."""
-    circumstances = config.renamed(circumstances, f"{path}")
+    circumstances = config.renamed(circumstances)
     if isinstance(circumstances.get("model"), dict):
-        circumstances["model"] = config.renamed(circumstances["model"], f"{path}")
+        circumstances["model"] = config.renamed(circumstances["model"])
     return circumstances
 
 

@@ -150,14 +150,11 @@ def budget(q: Question, days: float) -> list[Training]:
 
 def main(argv: list[str]) -> None:
     """Print the models that the fleet in argv can train in so many days."""
-    numbers = [text for text in argv if not text.startswith("-")]
-    flags = [text for text in argv if text.startswith("-")]
-    m, cfg, asked, args = config.load(flags, MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
-    usage = "usage: python -m planning.budget DAYS --device=h100 --devices=512"
-    program.require(len(numbers) == 1, usage)
-    days = config.checked(config.parse_number(numbers[0]), float, "DAYS", "the command line")
+    classes = (MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
+    (number,), m, cfg, asked, args = config.load(argv, *classes, takes="DAYS")
+    days = config.checked(config.parse_number(number), float, "DAYS", "the command line")
     config.check_range("budget", days)
-    if "global_batch_size" not in map(flops.flag_name, flags):
+    if "global_batch_size" not in map(flops.flag_name, argv):
         cfg = replace(cfg, global_batch_size=default_batch(cfg, args.devices))
     for training in budget(Question(m, cfg, asked, fleet_of(args)), days):
         n_params, tokens = flops.n_params(training.plan.m), training.tokens

@@ -265,10 +265,7 @@ def report(measured: Measured, fleet: Fleet, c: Constants) -> str:
 
 def main(argv: list[str]) -> None:
     """Print what the files in argv measure, and keep it if asked."""
-    paths = [text for text in argv if not text.startswith("-")]
-    (args,) = config.load([text for text in argv if text.startswith("-")], CalibrateArgs)
-    usage = "python -m planning.calibrate results.csv machine.json --device=mi250"
-    require(paths, f"usage: {usage}")
+    paths, args = config.load(argv, CalibrateArgs, takes="FILE ...")
     names_json = not args.save or args.save.endswith(".json")
     require(names_json, f"--save={args.save}: give the name of a .json file")
     if args.device == "auto" and not args.machine:

@@ -82,7 +82,7 @@ class MemoryArgs:
 
 def with_base(argv: list[str]) -> list[str]:
     """argv with a base for the adapters that it asks for: a run needs one, no plan reads it."""
-    asks_for_adapters = any(word.startswith("--lora_rank=") for word in argv)
+    asks_for_adapters = "lora_rank" in map(flops.flag_name, argv)
     return ["--init_from=any", *argv] if asks_for_adapters else argv
 
 

@@ -156,7 +156,7 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
         names = table.fieldnames or ()
         too_many = f"{path} has {len(names):,} columns, expected at most {MAX_COLUMNS:,}"
         require(len(names) <= MAX_COLUMNS, too_many)
-        table.fieldnames = new_columns(names, path)
+        table.fieldnames = new_columns(names)
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {program.one_line(error)}") from error
@@ -168,9 +168,8 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
     return rows
 
 
-def new_columns(names, path) -> list[str]:
+def new_columns(names) -> list[str]:
     """The column names of a table, with renamed settings under their new names."""
-    config.require_one_name(names, str(path))
     return [config.RENAMED.get(name, name) for name in names]
 
 
