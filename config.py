@@ -455,13 +455,10 @@ def listed(name: str, text: str, known) -> list[str]:
     for word in words:
         if word in known:
             continue
-        is_output = word in ("lm_head", "wte", "wpe", "embed_tokens")
-        reason = "is an embedding or the output layer, which gets no adapter" * is_output
         closest = [name for name in known if word in FOREIGN_LAYERS.get(name, "").split()]
         closest = closest or difflib.get_close_matches(word, known, n=1)
         hint = f"did you mean {closest[0]!r}? It can be" if closest else "expected"
-        problem = f"{name}: {shown(word)} {reason or 'is not known'}"
-        raise UserError(f"{problem}, {hint} {', '.join(known)}")
+        raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
     return words
 
 
@@ -609,13 +606,12 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
         more = "[--key=value ...] (--help lists the settings)"
         result, paths = [program.arguments(paths, takes, more)], []
 
-    # A file may have settings of the model and of training that this program does not have.
-    others = types_of(MPTConfig, TrainConfig).keys() - hints.keys()
-    sources = [known(read_file(path), hints, path, others) for path in paths]
+    of_a_run = types_of(MPTConfig, TrainConfig).keys()  # this program may have fewer
+    sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
     values = {}
     for settings in [*sources, flags]:
         changed = {key for key in settings if settings[key] != values.get(key)}
-        if changed - SAME_RESULT:
+        if changed & (of_a_run - SAME_RESULT):
             values.pop("expect", None)  # of the settings before
         values |= settings
     return result + [filled(cls, values) for cls in classes]
