@@ -60,7 +60,7 @@ import sysconfig
 import torch
 import torch.nn.functional as F
 
-from config import arguments, require, run
+from program import arguments, require, run
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # PyTorch for CUDA and ROCm brings it
 # Triton builds the launchers of its kernels with a C compiler; some containers lack what it needs.

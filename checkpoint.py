@@ -57,10 +57,11 @@ import config
 import parallel
 import processes
 import program
-from config import MPTConfig, TrainConfig, UserError, from_dict, require
+from config import MPTConfig, TrainConfig, from_dict
 from model import MPT
 from optim import ADAMW, kind_of
 from processes import rank_zero_decides
+from program import UserError, require
 from storage import checkpoint_files, files
 from storage.checkpoint_files import (
     cause_of,
@@ -230,7 +231,7 @@ class Stager(AsyncStager):
                 raise
             # Not to be taken for the memory of the device: a smaller microbatch would not help.
             fix = "run fewer ranks on a machine, or shard the model over more"
-            problem = f"no host memory for the copy of a checkpoint ({config.one_line(error)})"
+            problem = f"no host memory for the copy of a checkpoint ({program.one_line(error)})"
             raise UserError(f"{problem}: {fix}") from error
         if self.pinned:
             torch.cuda.synchronize()  # the copies were only enqueued
@@ -592,7 +593,7 @@ def require_same_optimizer(path: Path, optimizer) -> None:
     current = kind_of(optimizer)
     if saved != current:
         what = f"{path} was saved with the optimizer {saved}, here it is {current}"
-        new_run = f"begin with {config.shell(f'--init_from={path}')} and another --run_dir"
+        new_run = f"begin with {program.shell(f'--init_from={path}')} and another --run_dir"
         raise UserError(f"{what}: continue with that one, or {new_run}", on_all_ranks=True)
 
 

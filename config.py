@@ -29,27 +29,13 @@ import os
 import re
 import runpy
 import sys
-import threading
 import types
 import typing
 from dataclasses import dataclass
 from typing import Literal
 
-# Re-exported: a program that has settings imports these from here.
-from program import (  # noqa: F401
-    EXTRA,
-    UserError,
-    arguments,
-    flushed,
-    one_line,
-    print_error,
-    rank,
-    require,
-    run,
-    shell,
-    show_help,
-    wants_help,
-)
+import program
+from program import UserError, require
 
 # Smallest and largest value of each number; whatever is outside is a typo.
 # Every number of the trainer and the planner has an entry, and every figure of a calibration.
@@ -98,7 +84,6 @@ RANGES = {
     for name in names.split()
 }
 MAX_PARAMETERS = 10**13
-SLOW_FILE_SECONDS = 5  # a config file that runs longer is named on standard error
 
 # --------------------------------------------------------------------------------------------------
 # The model
@@ -114,8 +99,9 @@ FOREIGN_LAYERS = {
     "all": "all-linear",
 }
 EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
-# These have no effect without lora_rank.
+# These have no effect without lora_rank, and those without data_format=chat.
 ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
+CHAT_SETTINGS = "chat_template target_prompts target_responses packing".split()
 
 Norm = Literal["low_precision_layernorm", "layernorm"]  # computed in bf16, or in fp32
 AttentionImpl = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"]
@@ -411,9 +397,8 @@ class TrainConfig:
     def check_chat(self) -> None:
         """Raise UserError if the settings of prompts and responses contradict others."""
         if self.data_format == "text":
-            for name in ("chat_template", "target_prompts", "target_responses", "packing"):
-                unchanged = getattr(self, name) == getattr(TrainConfig, name)
-                require(unchanged, f"{name} sets nothing for plain text: set --data_format=chat")
+            fix = "for plain text: set --data_format=chat"
+            self.require_defaults(CHAT_SETTINGS, fix)
             return
         targets = re.fullmatch(r"none|all|length>=[0-9]{1,9}", self.target_prompts)
         choices = "expected none, all, or length>=N as in length>=100"
@@ -429,12 +414,14 @@ class TrainConfig:
         no_base = self.lora_rank and not self.init_from
         problem = "lora_rank needs a trained model to start from"
         require(not no_base, f"{problem}: set --init_from=runs/NAME, or a Hugging Face folder")
-        if self.lora_rank:
-            return
-        no_rank = "sets nothing without adapters: set --lora_rank=8"
-        for name in ADAPTER_SETTINGS:
+        if not self.lora_rank:
+            self.require_defaults(ADAPTER_SETTINGS, "without adapters: set --lora_rank=8")
+
+    def require_defaults(self, names: list[str], fix: str) -> None:
+        """Raise UserError if one of these settings is not as by default."""
+        for name in names:
             unchanged = getattr(self, name) == getattr(TrainConfig, name)
-            require(unchanged, f"{name} {no_rank}")
+            require(unchanged, f"{name} sets nothing {fix}")
 
     @property
     def adapted_layers(self) -> list[str]:
@@ -468,13 +455,10 @@ def listed(name: str, text: str, known) -> list[str]:
     for word in words:
         if word in known:
             continue
-        is_output = word in ("lm_head", "wte", "wpe", "embed_tokens")
-        reason = "is an embedding or the output layer, which gets no adapter" * is_output
         closest = [name for name in known if word in FOREIGN_LAYERS.get(name, "").split()]
         closest = closest or difflib.get_close_matches(word, known, n=1)
         hint = f"did you mean {closest[0]!r}? It can be" if closest else "expected"
-        problem = f"{name}: {shown(word)} {reason or 'is not known'}"
-        raise UserError(f"{problem}, {hint} {', '.join(known)}")
+        raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
     return words
 
 
@@ -536,39 +520,27 @@ def step_ranges(text: str) -> list[range]:
 # --------------------------------------------------------------------------------------------------
 # Names
 
-# Names of other projects, and ours for the same thing.
+# Names of nanoGPT, nanochat, LLM Foundry and Hugging Face, and ours for the same thing.
 FOREIGN_NAMES = {
     "block_size": "max_seq_len",
-    "seq_len": "max_seq_len",
-    "n_positions": "max_seq_len",
     "n_embd": "d_model",
     "hidden_size": "d_model",
-    "n_head": "n_heads",
-    "n_layer": "n_layers",
+    "depth": "n_layers",
     "learning_rate": "lr",
     "max_iters": "max_steps",
-    "max_duration": "max_steps",
-    "warmup_iters": "warmup_steps",
     "lr_decay_iters": "max_steps",
-    "out_dir": "run_dir",
+    "num_iterations": "max_steps",
+    "max_duration": "max_steps",
     "save_folder": "run_dir",
     "batch_size": "microbatch_size",
+    "device_batch_size": "microbatch_size",
     "device_train_microbatch_size": "microbatch_size",
     "global_train_batch_size": "global_batch_size",
-    "sharding_strategy": "sharding",
     "dtype": "precision",
-    "tensor_model_parallel_size": "tp",
-    "tensor_parallel_size": "tp",
-    "tensor_parallel_degree": "tp",
-    "tp_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "pipeline_parallel_size": "pp",
-    "pipeline_parallel_degree": "pp",
-    "pp_size": "pp",
 }
 
 # Settings that had another name here: old -> new. Config files, flags and saved settings may use
-# either name, but not both at once. We write only the new one.
+# either; we write only the new one.
 RENAMED = {"checkpoint_every": "recompute_every"}
 
 # Settings that change how a run computes, reports and saves, and not what it learns: with other
@@ -586,35 +558,14 @@ SAME_RESULT = set(
 OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer", "base", "base_fingerprint"}
 
 
-def new_name(key: str, source: str, known) -> str:
-    """`key`, or its new name if it was renamed. Rank 0 notes the new name once."""
-    name = RENAMED.get(key)
-    if name not in known:
-        return key
-    say_once("note", f"{key} in {source} is called {name} now")
-    return name
-
-
-def require_one_name(names, source: str) -> None:
-    """Raise UserError if a setting is given twice, under its old name and its new one."""
-    for old, new in RENAMED.items():
-        both = old in names and new in names
-        require(not both, f"{source} sets {old} and {new}, its new name: remove {old}")
-
-
-def unknown_key(key: str, value, source: str, names, lr: float) -> str:
-    """The message for an unknown key, with our name for the same thing or the closest match.
-
-    lr: the learning rate that the user has set, for the hint about weight_decay.
-    """
+def unknown_key(key: str, source: str, names) -> str:
+    """The message for an unknown key, with our name for the same thing or the closest match."""
     message = f"unknown key {key!r} in {source}"
     if key == "weight_decay" and "decoupled_weight_decay" in names:
-        return f"{message}: {weight_decay_hint(value, lr)}"
-    if key == "tp":
-        return f"{message}: only fsdp_train.py and evaluation cut a model over ranks"
-    if key == "pp":
-        fix = ", use --tp here" if "tp" in names else ""
-        return f"{message}: only fsdp_train.py cuts a model into stages{fix}"
+        fix = "decoupled_weight_decay = weight_decay * lr is the same decay here"
+        return f"{message}: PyTorch multiplies it by lr, MPT does not. {fix}"
+    if key in ("tp", "pp"):
+        return f"{message}: this program does not cut a model that way"
     closest = difflib.get_close_matches(key, names, n=1)
     if FOREIGN_NAMES.get(key) in names:
         closest = [FOREIGN_NAMES[key]]
@@ -622,26 +573,11 @@ def unknown_key(key: str, value, source: str, names, lr: float) -> str:
     return f"{message}, {hint}"
 
 
-def weight_decay_hint(weight_decay, lr: float) -> str:
-    """How to write PyTorch's weight_decay here.
-
-    PyTorch: p *= 1 - lr_t * weight_decay. Here: p *= 1 - (lr_t / lr) * decoupled_weight_decay.
-    """
-    try:
-        same_decay = f"{float(weight_decay) * lr:.3g}"
-    except (TypeError, ValueError, OverflowError):
-        same_decay = "weight_decay * lr"
-    return (
-        "PyTorch multiplies it by lr, while MPT's decay does not depend on lr. "
-        f"The same decay here, at lr {lr:g}: decoupled_weight_decay={same_decay}"
-    )
-
-
 @functools.cache
 def say_once(head: str, words: str) -> None:
     """Print `head: words` on standard error, on rank 0, only the first time in a process."""
-    if rank() == 0:
-        print_error(words, head)
+    if program.rank() == 0:
+        program.print_error(words, head)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -651,37 +587,34 @@ def say_once(head: str, words: str) -> None:
 def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     """Fill `classes` from defaults < config files < flags, and check them. Returns the instances.
 
-    argv: config files and `--key=value` flags in any order. Of two files, or two flags, the later
-        one wins. `--key` alone sets a switch to true. A list grows each time its flag is given.
+    argv: config files and flags in any order: `--key=value`, `--key value`, or `--key` alone, which
+        sets a switch to true. Of two files, or two flags, the later one wins. A list grows each
+        time its flag is given.
     takes: what the program takes in place of config files, as in `program.arguments`: "RUN",
-        "FILE OUT". Then `--key value` works too, and those arguments come first in the result.
+        "FILE OUT". Those arguments come first in the result.
 
     Raises UserError naming the source, the key and the fix.
     """
-    if wants_help(argv):
-        show_help(help_text(*classes, files=takes is None))
+    if program.wants_help(argv):
+        program.show_help(help_text(*classes, files=takes is None))
     hints = types_of(*classes)
+    argv = joined(argv, *classes)
+    paths = [word for word in argv if not word.startswith("-")]
+    flags = known(texts_of(argv, hints), hints, "the command line")
+    result = []
     if takes is not None:
-        argv = join_values(argv, hints)
-    flags = [word for word in argv if word.startswith("-")]
-    words = [word for word in argv if not word.startswith("-")]
+        more = "[--key=value ...] (--help lists the settings)"
+        result, paths = [program.arguments(paths, takes, more)], []
 
+    of_a_run = types_of(MPTConfig, TrainConfig).keys()  # this program may have fewer
+    sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
     values = {}
-    unknown_keys = []  # reported last, when lr is known: the hint about weight_decay uses it
-    for path in words if takes is None else []:
-        before = dict(values)
-        unknown_keys += add_file(path, hints, values)
-        drop_expectation(before, values)
-    before = dict(values)
-    unknown_keys += add_flags(flags, hints, values)
-    drop_expectation(before, values)
-    if unknown_keys:
-        key, value, source, names = unknown_keys[0]
-        lr = values.get("lr", TrainConfig.lr)
-        raise UserError(unknown_key(key, value, source, names, lr))
-
-    positional = [] if takes is None else [require_usage(words, takes)]
-    return positional + [filled(cls, values) for cls in classes]
+    for settings in [*sources, flags]:
+        changed = {key for key in settings if settings[key] != values.get(key)}
+        if changed & (of_a_run - SAME_RESULT):
+            values.pop("expect", None)  # of the settings before
+        values |= settings
+    return result + [filled(cls, values) for cls in classes]
 
 
 def types_of(*classes: type) -> dict:
@@ -693,78 +626,50 @@ def types_of(*classes: type) -> dict:
     return hints
 
 
-def add_file(path: str, hints: dict, values: dict) -> list[tuple]:
-    """Put what a config file sets into `values`. Returns its unknown keys for `unknown_key`.
-
-    A program may know fewer settings than the file has: model and training settings that are not
-    in `hints` are ignored.
-    """
-    names = hints.keys() | types_of(MPTConfig, TrainConfig).keys()
-    assignments = read_file(path)
-    require_one_name(assignments, path)
-
-    unknown_keys = []
-    for key, value in assignments.items():
-        key = new_name(key, path, names)
-        if key in hints:
-            values[key] = checked(value, hints[key], key, path)
-        elif key not in names:
-            unknown_keys.append((key, value, path, names))
-    return unknown_keys
-
-
-def add_flags(flags: list[str], hints: dict, values: dict) -> list[tuple]:
-    """Put what flags set into `values`. Returns the unknown keys for `unknown_key`."""
-    source = "the command line"
-    parts = [flag.lstrip("-").partition("=") for flag in flags]
-    require_one_name([key for key, _, _ in parts], source)
-
-    unknown_keys = []
-    for key, equals, text in parts:
-        key = new_name(key, source, hints)
-        if key not in hints:
-            unknown_keys.append((key, text, source, hints.keys()))
-            continue
-        hint = hints[key]
-        if not equals:
-            is_switch = bool in alternatives(hint)
-            require(is_switch, f"--{key} needs a value: --{key}=... ({expected(hint)})")
-            text = "true"
-        value = checked(parse(text, hint), hint, key, source)
-        values[key] = values.get(key, []) + value if hint == list[str] else value
-    return unknown_keys
-
-
-def drop_expectation(before: dict, values: dict) -> None:
-    """Drop the `expect` of an earlier source if a later one has changed what a run ends with.
-
-    before, values: the settings without and with the later source.
-    """
-    settings = vars(MPTConfig()) | vars(TrainConfig()) | before
-    changed = {key for key in values.keys() & settings if values[key] != settings[key]}
-    if "expect" in before and "expect" not in changed and changed - SAME_RESULT:
-        del values["expect"]
-
-
-def join_values(argv: list[str], hints: dict) -> list[str]:
-    """`--key value` -> `--key=value`, for keys that are no switches. A value may begin with `-`."""
+def joined(argv: list[str], *classes: type) -> list[str]:
+    """`--key value` -> `--key=value`, `--switch` -> `--switch=true`. A value may begin with `-`."""
+    hints = types_of(*classes)
     words = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        needs_value = word.startswith("--") and bool not in alternatives(hints.get(word[2:], bool))
-        if needs_value and rest and not rest[0].startswith("--"):
-            word = f"{word}={rest.pop(0)}"
+    rest = iter(argv)
+    for word in rest:
+        key = word.lstrip("-")
+        hint = hints.get(RENAMED.get(key, key)) if word.startswith("-") else None
+        if hint and bool in alternatives(hint):
+            word = f"{word}=true"
+        elif hint:
+            value = next(rest, "--")
+            needed = f"--{key} needs a value: --{key}=... ({expected(hint)})"
+            require(not value.startswith("--"), needed)
+            word = f"{word}={value}"
         words.append(word)
     return words
 
 
-def require_usage(words: list[str], takes: str) -> list[str]:
-    """`program.arguments`, with a usage line that mentions the settings."""
-    try:
-        return arguments(words, takes)
-    except UserError as error:
-        raise UserError(f"{error} [--key=value ...] (--help lists the settings)") from error
+def texts_of(argv: list[str], hints: dict) -> dict:
+    """What the flags in argv set, as the values that a config file would hold."""
+    values = {}
+    for word in argv:
+        if word.startswith("-"):
+            key, _, text = word.lstrip("-").partition("=")
+            key = RENAMED.get(key, key)
+            value = parse(text, hints.get(key, str))
+            values[key] = values.get(key, []) + value if isinstance(value, list) else value
+    return values
+
+
+def known(settings: dict, hints: dict, source: str, others=()) -> dict:
+    """The settings under today's names, checked. UserError for an unknown one.
+
+    others: names that are ignored.
+    """
+    values = {}
+    for key, value in settings.items():
+        name = RENAMED.get(key, key)
+        if name in hints:
+            values[name] = checked(value, hints[name], name, source)
+        elif name not in others:
+            raise UserError(unknown_key(key, source, [*hints, *others]))
+    return values
 
 
 def filled(cls: type, values: dict):
@@ -785,37 +690,28 @@ def read_file(path: str) -> dict:
     """Run a config file and return its assignments, without `_names` and imported modules.
 
     Raises UserError if the file is missing, fails, or ends the program (`exit()`). Ctrl-C stays
-    Ctrl-C. Rank 0 names a file that is still running after SLOW_FILE_SECONDS.
+    Ctrl-C.
     """
-    syntax = "flags are written --key=value"
-    require(os.path.isfile(path), f"no config file {path!r} ({syntax}){similar_file(path)}")
-
-    timer = threading.Timer(SLOW_FILE_SECONDS, report_slow_file, [path])
-    timer.daemon = True
-    timer.start()
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path) or "configs"
+        files = os.listdir(folder) if os.path.isdir(folder) else []
+        near = difflib.get_close_matches(path, [os.path.join(folder, file) for file in files], n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise UserError(f"no config file {path!r} (flags are written --key=value){hint}")
     try:
         require_assignments(path)
         names = runpy.run_path(path)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit too
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {program.one_line(error)}"
         raise UserError(f"{path} does not run: {reason}") from error
-    finally:
-        timer.cancel()
 
     settings = {}
     for name, value in names.items():
         if not name.startswith("_") and not isinstance(value, types.ModuleType):
             settings[name] = value
     return settings
-
-
-def report_slow_file(path: str) -> None:
-    """Name a config file that may never end; on rank 0."""
-    if rank() == 0:
-        line = f"{path} is still running after {SLOW_FILE_SECONDS} s"
-        print(f"{line}: if it does not end, press Ctrl-C", file=sys.stderr, flush=True)
 
 
 def require_assignments(path: str) -> None:
@@ -827,23 +723,10 @@ def require_assignments(path: str) -> None:
     with open(path, "rb") as file:
         statements = ast.parse(file.read(), path).body
     for node in statements:
-        where = f"{path}, line {node.lineno}: "
-        if isinstance(node, ast.AnnAssign) and node.value is None:
-            name = ast.unparse(node.target)
-            value = ast.unparse(node.annotation)
-            raise UserError(f"{where}'{name}: {value}' sets nothing, write {name} = {value}")
-        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call | ast.Constant):
-            text = shown(ast.unparse(node))
-            raise UserError(f"{where}{text} sets nothing, write key = value")
-
-
-def similar_file(path: str) -> str:
-    """A hint that names the config file with the most similar name, or "" if there is none."""
-    folder = os.path.dirname(path) or "configs"
-    files = os.listdir(folder) if os.path.isdir(folder) else []
-    paths = {os.path.join(folder, file) for file in files} - {path}
-    closest = difflib.get_close_matches(path, paths, n=1)
-    return f", did you mean {closest[0]}?" if closest else ""
+        unused = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call | ast.Constant)
+        if unused or (isinstance(node, ast.AnnAssign) and node.value is None):
+            line = f"{path}, line {node.lineno}: {shown(ast.unparse(node))}"
+            raise UserError(f"{line} sets nothing, write key = value")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -902,7 +785,7 @@ def checked(value, hint, key: str, source: str):
 
 
 def expanded(value):
-    """A text, or a list of texts, with ~ replaced by the home folder, where a path begins with it.
+    """A text, or a list of texts, with the home folder for the ~ with which a path begins.
 
     A shell does so only at the beginning of a word, not in --run_dir=~/runs/demo.
     """
@@ -977,21 +860,18 @@ def comments_of(cls: type) -> tuple[dict, dict]:
     A group begins with a line `# --- heading`. Inherited fields have those of their class.
     """
     comments, groups = {}, {}
-    for base in filter(dataclasses.is_dataclass, cls.__bases__):
-        comments, groups = comments_of(base)
     heading = name = ""
-    for line in inspect.getsource(cls).splitlines():
-        if re.match(r"    (def|@)", line):
-            break
-        if match := re.match(r"    # --- (.*)", line):
-            heading = match[1]
-        if match := re.match(r"    (\w+): ", line):
-            name = match[1]
-            if heading:
-                groups[name] = heading
-            heading = ""
-        if match := re.search(r"\S  # (.*)", line):
-            comments.setdefault(name, match[1])
+    for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        for line in inspect.getsource(part).splitlines():
+            if match := re.match(r"    # --- (.*)", line):
+                heading = match[1]
+            if match := re.match(r"    (\w+): ", line):
+                name = match[1]
+                if heading:
+                    groups[name] = heading
+                heading = ""
+            if match := re.search(r"\S  # (.*)", line):
+                comments.setdefault(name, match[1])
     return comments, groups
 
 
@@ -1007,9 +887,8 @@ def to_json(*configs) -> str:
     return json.dumps(values, indent=2)
 
 
-def renamed(values: dict, source: str) -> dict:
-    """Saved settings under their new names. Raises UserError if one has both names."""
-    require_one_name(values, source)
+def renamed(values: dict) -> dict:
+    """Saved settings under today's names."""
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 
@@ -1019,23 +898,18 @@ def from_dict(cls: type, values: dict, source: str = "the saved settings"):
     Keys of other classes are ignored. So are unknown ones, as a newer version or a fork may have
     saved, but rank 0 warns: the model may not be the same without them.
     """
-    values = renamed(values, source)
+    values = renamed(values)
     hints = types_of(cls)
-    known = types_of(MPTConfig, TrainConfig).keys() | hints.keys() | OTHER_SAVED_KEYS
-    unknown_keys = [key for key in values if key not in known]
-    if unknown_keys:
-        named = ", ".join(map(shown, unknown_keys[:5]))
-        if len(unknown_keys) > 5:
-            named += ", ..."
+    usual = types_of(MPTConfig, TrainConfig, cls).keys() | OTHER_SAVED_KEYS
+    strange = [shown(key) for key in values if key not in usual]
+    if strange:
+        named = ", ".join(strange[:5]) + ", ..." * (len(strange) > 5)
         ignored = f"{source} has unknown settings, which are ignored: {named}"
         say_once("warning", f"{ignored}. If they change the model, its results differ")
 
-    checked_values = {}
-    for key, hint in hints.items():
-        if key in values:
-            checked_values[key] = checked(values[key], hint, key, source)
+    values = known(values, hints, source, others=values)
     try:
-        return filled(cls, checked_values)
+        return filled(cls, values)
     except UserError as error:  # a value out of range, or two that contradict each other
         raise UserError(f"{error} (in {source})") from error
 
@@ -1046,4 +920,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    program.run(main)

@@ -38,7 +38,9 @@ from pathlib import Path
 import numpy as np
 
 import config
-from config import TrainConfig, require
+import program
+from config import TrainConfig
+from program import require
 from text.shards import Shard, raise_file_limit, read_summary, shard_files
 
 
@@ -358,4 +360,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 import config
 import program
-from config import UserError, require
+from program import UserError, require
 
 
 @dataclass(frozen=True)
@@ -541,7 +541,7 @@ def driver_error() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return config.one_line(error).split(". ")[0]
+        return program.one_line(error).split(". ")[0]
     return "no reason given"
 
 
@@ -568,8 +568,8 @@ def open_gpu(device) -> None:
     free += torch.cuda.memory_reserved(device)  # of an earlier start in this process
     shares_memory = getattr(properties, "is_integrated", False)  # with the CPU and its page cache
     if not shares_memory and free < total / 2:
-        who = program.whoami(config.rank())
-        config.print_error(f"{who}: {nearly_full(name, free, total, tool)}", "note")
+        who = program.whoami(program.rank())
+        program.print_error(f"{who}: {nearly_full(name, free, total, tool)}", "note")
 
 
 def has_kernels(arch: str, built_for: list[str]) -> bool:
@@ -636,7 +636,7 @@ def table() -> str:
 
 def main(argv: list[str]) -> None:
     """Print the table, and which rows the devices of this machine have."""
-    config.arguments(argv)
+    program.arguments(argv)
     import torch
 
     print(table())
@@ -653,4 +653,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -29,15 +29,8 @@ from typing import Literal, NamedTuple
 import config
 import devices
 import program
-from config import (
-    EXTRA_PARTS,
-    LINEAR_LAYERS,
-    Checkpointing,
-    MPTConfig,
-    TrainConfig,
-    listed,
-    require,
-)
+from config import EXTRA_PARTS, LINEAR_LAYERS, Checkpointing, MPTConfig, TrainConfig, listed
+from program import require
 
 # --------------------------------------------------------------------------------------------------
 # Parameters
@@ -474,6 +467,7 @@ def flag_name(text: str) -> str:
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
     cfg = None
+    argv = config.joined(argv, MPTConfig, ShapeArgs, TrainingSetup, FlopsArgs)
     if "n_params" in map(flag_name, argv):
         files = [word for word in argv if not word.startswith("-")]
         require(not files, f"--n_params takes the place of a model: remove {' '.join(files)}")
@@ -493,4 +487,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

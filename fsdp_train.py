@@ -36,13 +36,14 @@ import data
 import optim
 import parallel
 import processes
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig
 from lifecycle import microbatch, reporter, resume, runlog
 from lifecycle.cadence import Cadence
 from lifecycle.lease import Lease
 from lifecycle.reporter import Reporter
 from lifecycle.watchdog import Guard, StragglerTimer, Watchdog
 from loss import IGNORE
+from program import require
 
 
 def main(argv) -> None:

@@ -37,7 +37,7 @@ import torch
 
 import config
 import processes
-from config import UserError, require
+from program import UserError, require
 from serving.adapters import BASE, bank_for
 from serving.decoder import Decoder, pick_dtype
 from serving.speed import Speed
@@ -222,4 +222,4 @@ def as_section(text: Text, number: int) -> str:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -35,8 +35,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import MPTConfig, TrainConfig, arguments, require, run
+from config import MPTConfig, TrainConfig
 from model import MPT, LayerNorm, init_weights, seeded
+from program import arguments, require, run
 from tensor_parallel import ColumnLinear, RowLinear, is_adapter, layout_of
 
 

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention import alibi_slopes, attention
-from config import MPTConfig, arguments, require, run
+from config import MPTConfig
 from loss import autocast_dtype, linear_cross_entropy, score_labels
+from program import arguments, require, run
 
 
 class LayerNorm(nn.LayerNorm):

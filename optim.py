@@ -23,7 +23,8 @@ from collections.abc import Iterator
 
 import torch
 
-from config import TrainConfig, arguments, run
+from config import TrainConfig
+from program import arguments, run
 
 # What `kind_of` says of AdamW, with which checkpoints that name no optimizer were saved.
 ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"

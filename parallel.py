@@ -43,9 +43,11 @@ import config
 import devices
 import optim
 import processes
+import program
 import tensor_parallel
-from config import MPTConfig, TrainConfig, UserError, require
+from config import MPTConfig, TrainConfig
 from model import MPT, initial_weight, seeded
+from program import UserError, require
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The operations whose outputs selective activation checkpointing keeps: matmuls with weights, and
@@ -178,7 +180,7 @@ def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
     except (RuntimeError, MemoryError) as error:
         problem = "the weights do not fit into the memory of a device"
         fix = "lower d_model or n_layers, or take more ranks"
-        raise UserError(f"{problem}: {fix} ({config.one_line(error)})") from error
+        raise UserError(f"{problem}: {fix} ({program.one_line(error)})") from error
     if seed is not None:
         draw_weights(model, seed)
 

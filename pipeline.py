@@ -51,9 +51,11 @@ from torch.profiler import record_function
 
 import config
 import processes
-from config import UserError, blocks_of, require
+import program
+from config import blocks_of
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
+from program import UserError, require
 
 # --------------------------------------------------------------------------------------------------
 # The schedule
@@ -430,4 +432,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(demonstrate)
+    program.run(demonstrate)

@@ -33,15 +33,18 @@ from dataclasses import replace
 import config
 import devices
 import flops
-from config import MPTConfig, TrainConfig, UserError, require
+import program
+from config import MPTConfig, TrainConfig
 from planning import answer, budget, calibrate, memory, picture, search, step_time
 from planning.answer import PlanArgs, Row
 from planning.fleet import fleet_of, with_flags
 from planning.search import LayoutArgs, Plan, Question
+from program import UserError, require
 
 
 def main(argv: list[str]) -> None:
     """Answer the question that the config files and flags in argv ask."""
+    argv = config.joined(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
     given = {flops.flag_name(text) for text in argv}
     if "plot" in given and given <= {"plot", "out"}:
         return picture.published(config.load(argv, PlanArgs)[0].out)
@@ -201,4 +204,4 @@ def plan_of_settings(q: Question, argv: list[str]) -> Plan | None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -38,11 +38,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import config
 import devices
 import program
-from config import UserError, require
-from program import RESUME_ME, end, end_with_torchrun, out_of_memory, whoami
+from program import RESUME_ME, UserError, end, end_with_torchrun, out_of_memory, require, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
@@ -321,8 +319,8 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
             name = meet(store, rank, size, MEETING)
             own_store = open_store(host, port, rank)  # at the other one the main thread may wait
     except dist.DistError as error:
-        why = config.one_line(error)
-        config.print_error(f"{whoami(rank)} cannot meet the others at {where}: {why}")
+        why = program.one_line(error)
+        program.print_error(f"{whoami(rank)} cannot meet the others at {where}: {why}")
         raise SystemExit(RESUME_ME) from error
     RollCall(dist.PrefixStore(name, own_store), where, rank, size).start()
     with in_time(f"connect to all other ranks at {where}"):
@@ -382,7 +380,7 @@ def meet(store: dist.Store, rank: int, size: int, patience: float) -> str:
                 return name
         time.sleep(POLL)
     waited = f"{whoami(rank)} waited {1.25 * patience:g} s at {store.host}:{store.port}"
-    config.print_error(f"{waited}, but rank 0 does not answer")
+    program.print_error(f"{waited}, but rank 0 does not answer")
     raise SystemExit(RESUME_ME)
 
 
@@ -399,7 +397,7 @@ def publish_meeting(store: dist.Store, name: str, size: int, patience: float) ->
     if missing:  # said before the others read it: they end, and torchrun then ends this rank
         names = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
         waited = f"{whoami(0)} waited {patience:g} s at {store.host}:{store.port}"
-        config.print_error(f"{waited} for {len(missing)} of {size} ranks: {names}")
+        program.print_error(f"{waited} for {len(missing)} of {size} ranks: {names}")
     store.set(f"{name} met", json.dumps({"signatures": signatures, "missing": missing}))
     if missing:
         time.sleep(10 * POLL)  # until the others have read it: the server may be in this process
@@ -490,8 +488,8 @@ class RollCall(threading.Thread):
         its main thread has no say.
         """
         if words:
-            config.print_error(words)
-        config.flushed(RESUME_ME)
+            program.print_error(words)
+        program.flushed(RESUME_ME)
         program.silence()
         time.sleep(self.signs.interval + 3)
         os._exit(RESUME_ME)
@@ -528,7 +526,7 @@ def in_time(what: str, seconds: float | None = None):
     seconds: later than whatever knows more; if not given, than `RollCall`.
     """
     seconds = seconds or MEETING + 5
-    me = whoami(config.rank())
+    me = whoami(program.rank())
     words = f"{me} could not {what} in {seconds:g} s: a rank or the network is gone"
     timer = threading.Timer(seconds, end, [words])
     timer.daemon = True
@@ -783,15 +781,15 @@ def run(main) -> None:
             report_user_error(mistake)
             status = 2
         elif is_lost(error):
-            line = f"lost another rank: {config.one_line(error)}"
-            config.print_error(line, f"error on rank {config.rank()}")
+            line = f"lost another rank: {program.one_line(error)}"
+            program.print_error(line, f"error on rank {program.rank()}")
             status = RESUME_ME
         else:
             traceback.print_exc()
             status = 1
     if status == 2:
         program.end_torchrun()  # a restart would only fail in the same way
-    status = config.flushed(status)
+    status = program.flushed(status)
     os._exit(status)
 
 
@@ -813,12 +811,12 @@ def report_user_error(error: BaseException) -> None:
     Other ranks wait 10 seconds before they print: if rank 0 fails as well, its line is enough, and
     torchrun ends the others in the meantime.
     """
-    if config.rank() == 0:
-        config.print_error(error)
+    if program.rank() == 0:
+        program.print_error(error)
     elif not getattr(error, "on_all_ranks", False):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends
         time.sleep(10)
-        config.print_error(error, f"error on rank {config.rank()}")
+        program.print_error(error, f"error on rank {program.rank()}")
 
 
 def is_lost(error: BaseException) -> bool:
@@ -868,7 +866,7 @@ def dp_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 def demonstrate(argv) -> None:
     """Print how long this rank took to meet the others."""
-    config.arguments(argv)
+    program.arguments(argv)
     rank, size, _, _ = program.place()
     require(size > 1, "one process is alone: torchrun --nproc_per_node 2 processes.py")
     begin = time.monotonic()

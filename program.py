@@ -151,10 +151,11 @@ def rank() -> int:
 # Arguments
 
 
-def arguments(argv: list[str], names: str = "") -> list[str]:
+def arguments(argv: list[str], names: str = "", more: str = "") -> list[str]:
     """Check and return the argv of a program without settings.
 
     names: what it takes: "RUN_DIR", "[OUT.png]" (optional), "FILE ..." (one or more), or "".
+    more: what else stands in the usage line.
     --help prints the program's docstring and exits. Raises UserError if arguments are missing,
     too many, or flags.
     """
@@ -166,7 +167,8 @@ def arguments(argv: list[str], names: str = "") -> list[str]:
 
     has_flags = any(text.startswith("-") for text in argv)
     valid = fewest <= len(argv) <= most and not has_flags
-    require(valid, f"usage: {command()} {names or '(no arguments)'}")
+    usage = f"usage: {command()} {names or '(no arguments)'} {more}"
+    require(valid, usage.rstrip())
     return argv
 
 

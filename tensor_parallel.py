@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 import processes
-from config import MPTConfig, arguments, require
+from config import MPTConfig
 from loss import (
     IGNORE,
     add_products,
@@ -60,6 +60,7 @@ from loss import (
     loss_rows,
 )
 from model import MPT, Attention, LayerNorm, init_weights
+from program import arguments, require
 
 # --------------------------------------------------------------------------------------------------
 # Where a rank's part lies

@@ -21,20 +21,20 @@ import sys
 from pathlib import Path
 
 import config
-from config import require
+from program import require
 
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
 NAMES = "train compare machine attention generate beside first_night night_report".split()
 # What people have typed before -> what it is now.
 OLD_NAMES = {"table": ["compare"], "scaling": ["compare"], "lora": ["beside", "lora"]}
-# These are started and ended by processes.run, all others by config.run.
+# These are started and ended by processes.run, all others by program.run.
 OF_MANY_RANKS = ("train", "machine", "attention")
 
 
 def main(argv: list[str]) -> None:
     """Run the benchmark that argv names. UserError, with the nearest name, if there is none."""
-    if config.wants_help(argv[:1]):
-        config.show_help(listing())
+    if program.wants_help(argv[:1]):
+        program.show_help(listing())
     list_hint = "python -m bench --help lists the names"
     require(argv, f"usage: python -m bench NAME [config] [--key=value] ({list_hint})")
     name, *arguments = [*OLD_NAMES.get(argv[0], argv[:1]), *argv[1:]]
@@ -63,4 +63,4 @@ if __name__ == "__main__":
 
         processes.run(main)
     else:
-        config.run(main)
+        program.run(main)

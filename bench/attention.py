@@ -37,9 +37,10 @@ import attention
 import config
 import devices
 import processes
+import program
 from bench.compare import markdown
-from config import require
 from lifecycle import runlog
+from program import require
 
 MATMULS = (2, 5)  # of forward and backward
 # What is reported, and which of a turn's two times count for it.
@@ -360,7 +361,7 @@ def main(argv) -> None:
     args.tokens = args.tokens or default_tokens
     args.d_model = args.d_model or default_d_model
 
-    command = f"python -m bench attention {config.shell(*argv)}".strip()
+    command = f"python -m bench attention {program.shell(*argv)}".strip()
     triton = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
     about = runlog.versions() | {"triton": triton, "device": devices.describe(device)}
     title = f"{about['device']}, torch {about['torch']}, triton {triton}, {datetime.date.today()}"

@@ -34,11 +34,12 @@ import parallel
 import processes
 import program
 from bench import train
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig
 from evaluation import score, tasks, zero_shot
 from lifecycle import runlog
 from model import MPT, init_weights
 from processes import Pool, PoolError
+from program import require
 from serving.decoder import Decoder, generate
 from text import tokenizer as tokenizers
 
@@ -470,8 +471,8 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 def main(argv: list[str]) -> None:
     """Let the programs of a comparison take turns, and print their times and ratios."""
-    if config.wants_help(argv):
-        config.show_help(config.help_text(MPTConfig, TrainConfig, BesideArgs))
+    if program.wants_help(argv):
+        program.show_help(config.help_text(MPTConfig, TrainConfig, BesideArgs))
     name, *flags = argv or [""]
     usage = f"python -m bench beside {'|'.join(COMPARISONS)} [--key=value]"
     require(name in COMPARISONS, f"usage: {usage}")
@@ -505,4 +506,4 @@ def table(seconds: dict, places: dict, differences: dict) -> str:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import config
 import program
-from config import require
 from devices import NODE_WATTS, PUBLISHED_MI250
+from program import require
 from storage import files
 
 # Columns of `bench train`: numbers above 0, numbers that may be unknown, settings.
@@ -82,7 +82,7 @@ class CompareArgs:
 
 def read(path) -> list[dict[str, str]]:
     """The rows of a CSV of `bench train`, as text. UserError if there is no such file."""
-    fix = f"python -m bench train CONFIG {config.shell(f'--out={path}')} makes one"
+    fix = f"python -m bench train CONFIG {program.shell(f'--out={path}')} makes one"
     require(Path(path).is_file(), f"no file {str(path)!r}: {fix}")
     return files.read_csv(path, COLUMNS, "a CSV of bench train")
 
@@ -312,7 +312,7 @@ def show_one(path: Path) -> None:
     for title, members in groups.items():
         print(title, "", scaling_table(members), "", sep="\n")
     if not groups:
-        print(MORE_SIZES_TEXT.format(out=config.shell(f"--out={path}")))
+        print(MORE_SIZES_TEXT.format(out=program.shell(f"--out={path}")))
     print(PUBLISHED_TEXT)
     if importlib.util.find_spec("matplotlib"):
         draw(good, path.with_suffix(".png"))
@@ -424,10 +424,7 @@ def show_two(paths: list[str], args: CompareArgs) -> None:
 
 def main(argv: list[str]) -> None:
     """Show the rows of one file, or compare the machines of two."""
-    paths = [word for word in argv if not word.startswith("-")]
-    (args,) = config.load([word for word in argv if word.startswith("-")], CompareArgs)
-    usage = "python -m bench compare results.csv, or a.csv b.csv [--prices=2,4] [--watts=375,1275]"
-    require(len(paths) in (1, 2), f"usage: {usage}")
+    paths, args = config.load(argv, CompareArgs, takes="RESULTS.csv [OTHER.csv]")
     if len(paths) == 1:
         show_one(Path(paths[0]))
     else:
@@ -435,4 +432,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

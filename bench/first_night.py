@@ -35,10 +35,12 @@ from pathlib import Path
 from typing import Literal
 
 import config
+import program
 from bench import night_report
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig
 from planning import memory
 from processes import Pool, PoolError
+from program import require
 from storage import files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +107,7 @@ def stages_of(folder: Path, facts: dict) -> list[Stage]:
     gpus = len(facts["gpus"])
     no_gpu = "" if gpus else "needs a GPU"
     one_gpu = "needs two GPUs" if gpus == 1 else ""  # without a GPU: two ranks on the CPU
-    out = config.shell(folder)
+    out = program.shell(folder)
     tune = "python -m gpu_kernels.flash_attention"
     attention = f"python -m bench attention --out={out}"
     generate = f"python -m bench generate --out={out}/generate.csv"
@@ -259,7 +261,7 @@ def learn_facts(folder: Path, hidden: dict) -> dict:
         (facts,) = pool(dict, patience=STARTS_IN)
         pool.stop()
     except PoolError as error:
-        raise config.UserError(f"torch does not start on this machine: {error}") from error
+        raise program.UserError(f"torch does not start on this machine: {error}") from error
     if path.exists():
         before = files.read_json(path, fix="delete it")
         names = [[gpu["name"] for gpu in found["gpus"]] for found in (before, facts)]
@@ -326,4 +328,4 @@ def spend_night(args: NightArgs, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

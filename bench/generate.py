@@ -29,9 +29,10 @@ import config
 import devices
 import processes
 import program
-from config import MPTConfig, require
+from config import MPTConfig
 from model import MPT, init_weights
 from planning import decode_time
+from program import require
 from serving.decoder import Decoder, generate
 from storage import files
 
@@ -142,4 +143,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -56,8 +56,8 @@ import devices
 import parallel
 import processes
 import program
-from config import require
 from lifecycle import runlog
+from program import require
 from storage import files
 
 TURNS = 5  # of a measurement, at most

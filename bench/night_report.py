@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-import config
 import devices
+import program
 from bench.compare import markdown
-from config import UserError, require
 from lifecycle import runlog
 from planning import calibrate, memory, step_time
 from planning.fleet import Fleet
+from program import UserError, require
 from storage import files
 
 UNKNOWN = "n/a"
@@ -218,13 +218,13 @@ def readable(table, *args) -> str:
     try:
         return table(*args)
     except (UserError, OSError, KeyError, ValueError) as error:
-        return f"n/a: {config.one_line(error)}"
+        return f"n/a: {program.one_line(error)}"
 
 
 def write(folder: Path) -> None:
     """Write FOLDER/README.md. Raises UserError if facts.json or a state is missing or damaged."""
     found = files.read_json(folder / "facts.json")
-    parent, name = map(config.shell, (folder.resolve().parent, folder.name))
+    parent, name = map(program.shell, (folder.resolve().parent, folder.name))
     page = PAGE.format(
         devices=", ".join(dict.fromkeys(gpu["name"] for gpu in found["gpus"])) or "a CPU",
         machine=machine_lines(found),
@@ -239,11 +239,11 @@ def write(folder: Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Write the page again."""
-    (folder,) = config.arguments(argv, "FOLDER")
+    (folder,) = program.arguments(argv, "FOLDER")
     require(Path(folder, "facts.json").is_file(), f"no facts.json in {folder}: is it a night's?")
     write(Path(folder))
     print(f"written: {folder}/README.md")
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -57,10 +57,11 @@ import processes
 import program
 from bench import compare
 from bench.compare import PARTS, SHARES
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig
 from lifecycle import compiling, runlog
 from planning import matmuls
 from processes import Pool, PoolError
+from program import require
 
 # The small model that is measured when no config is given.
 SHAPE = """
@@ -349,7 +350,7 @@ class Row:
         m, cfg = self.model_cfg, self.cfg
         columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),
-            "command": f"python -m bench train {config.shell(*argv)}",
+            "command": f"python -m bench train {program.shell(*argv)}",
             "status": "ok",
             "model": model or f"{m.n_layers}x{m.d_model}",
             "n_params": flops.n_params(m),
@@ -467,6 +468,7 @@ def groups(argv: list[str]) -> list[list[Row]]:
     """The rows that the command line asks for, in groups whose rows take turns."""
     fix = "python -m bench beside train takes turns with transformers' model"
     require(not any(word.startswith("--transformers") for word in argv), f"--transformers: {fix}")
+    argv = config.joined(argv, MPTConfig, TrainConfig, BenchArgs)
     flags = [word for word in argv if not word.startswith(("--sweep=", "--sizes="))]
     *_, args = config.load(SHAPE + argv, MPTConfig, TrainConfig, BenchArgs)
     given = [word for word in flags if not word.startswith("-")]
@@ -586,7 +588,7 @@ def report(lines: list[dict[str, str]], argv: list[str], args: BenchArgs) -> Non
 
 def how_measured(argv: list[str], args: BenchArgs) -> str:
     """The command, the versions and the method, in a few sentences."""
-    command = f"python -m bench train {config.shell(*argv)}"
+    command = f"python -m bench train {program.shell(*argv)}"
     return (
         f"`{command}`, {datetime.date.today()}, torch {torch.__version__}, median of "
         f"{args.rounds} turns of {args.steps} steps on random tokens. MFU: {flops.CONVENTION}; "

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from config import UserError
+from program import UserError
 
 
 def arc(row: dict) -> dict:

@@ -15,10 +15,10 @@ import json
 import time
 from pathlib import Path
 
-import config
 import processes
-from config import UserError, require
+import program
 from evaluation.figures import FIGURES
+from program import UserError, require
 from storage import files
 
 PART_SECONDS = 30  # between two writes of the newest scores
@@ -93,7 +93,7 @@ def finished(out: str, settings: dict) -> dict:
     for key, value in fixed.items():
         require(
             value == settings[key],
-            f"{out} holds results with {key} {config.one_line(value)}, not {settings[key]}: {fix}",
+            f"{out} holds results with {key} {program.one_line(value)}, not {settings[key]}: {fix}",
         )
     return results
 
@@ -128,7 +128,7 @@ def fingerprint(model) -> str:
 
 def main(argv) -> None:
     """Print the model and the tasks of a file of results."""
-    (path,) = config.arguments(argv, "FILE.json")
+    (path,) = program.arguments(argv, "FILE.json")
     content = files.read_json(path, dict, {"settings": dict, "tasks": dict})
     print(f"{path}: {files.shown(content['settings'].get('model'))}")
     for name, result in content["tasks"].items():
@@ -137,4 +137,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -30,9 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import config
-from config import require
+import program
 from evaluation import hub
 from evaluation.hub import ALIASES, SOURCES, TABLE2
+from program import require
 from storage import files
 from text import corpus
 from text import tokenizer as tokenizers
@@ -370,4 +371,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -26,11 +26,12 @@ import devices
 import parallel
 import processes
 import tensor_parallel
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig
 from evaluation import tasks as icl_tasks
 from evaluation.figures import summarize, table
 from evaluation.results import Part, fingerprint, finished, save
 from evaluation.score import Request, score
+from program import require
 from text import tokenizer as tokenizers
 from weights import load
 

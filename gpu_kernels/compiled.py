@@ -41,7 +41,7 @@ import torch
 
 import config
 import program
-from config import UserError, require
+from program import UserError, require
 
 try:
     import triton
@@ -353,4 +353,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import config
-from config import require
+import program
+from program import require
 
 try:
     import triton
@@ -162,7 +162,7 @@ def cross_entropy(
     """(losses, log_z), (rows,) fp32 each, of logits (rows, V) and labels (rows,) int64.
 
     logits: bf16, fp16 or fp32. The loss is 0 for the label IGNORE, and NaN for other labels outside
-    of the vocabulary. Without gradient. Raises config.UserError, a ValueError.
+    of the vocabulary. Without gradient. Raises UserError, a ValueError.
     """
     return launch(logits, labels, scale, z_loss, write_gradient=False)
 
@@ -268,7 +268,7 @@ def print_speed(rows=4096, vocab_size=50368) -> None:
 
 def main(argv) -> None:
     """Compare with float64, in the interpreter if there is no GPU."""
-    config.arguments(argv)
+    program.arguments(argv)
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not INTERPRETED.value:
         # Triton reads the variable when a kernel is decorated, so the program starts again.
@@ -280,4 +280,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

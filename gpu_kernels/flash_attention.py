@@ -73,10 +73,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import config
-from config import UserError, require
+import program
 from gpu_kernels import launch_table
 from gpu_kernels.launch_table import architecture
+from program import UserError, require
 
 try:
     import triton
@@ -606,7 +606,7 @@ def flash_attention(
     alibi_slopes: (H,) fp32, without gradient. softmax_scale: None means 1 / sqrt(D). sequence_ids:
     (B, Tk) integers. A document is a run of equal ids, and documents do not see each other. A query
     that sees no key gives zeros. qkv: (B, T, (H + 2 Hkv) * D), if q, k and v are views of it, side
-    by side: its gradient is then made in one piece. Differentiable once. Raises config.UserError, a
+    by side: its gradient is then made in one piece. Differentiable once. Raises UserError, a
     ValueError.
     """
     kind = q.device.type
@@ -842,8 +842,8 @@ def tune(device, head_dims: tuple[int, ...] = (64, 128), T: int = 4096, H: int =
 
 def main(argv) -> None:
     """Compare with float64, in the interpreter if there is no GPU; --tune: time launch settings."""
-    if config.wants_help(argv):
-        config.show_help()
+    if program.wants_help(argv):
+        program.show_help()
     usage = "usage: python -m gpu_kernels.flash_attention [--tune | --tune=64 | --tune=128]"
     require(not argv or (len(argv) == 1 and argv[0] in TUNED), usage)
     has_gpu = torch.cuda.is_available()
@@ -868,4 +868,4 @@ def print_speeds() -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -29,7 +29,7 @@ import sys
 
 import torch
 
-from config import arguments, require, run
+from program import arguments, require, run
 
 # {(architecture, largest head dim): {pass: row}}
 LAUNCH = {

@@ -35,7 +35,6 @@ import torch
 from matplotlib.figure import Figure
 
 import checkpoint
-import config
 import data
 import model as mpt
 import optim
@@ -490,7 +489,7 @@ if not SHORT:
     print("and the run of part 2, killed on one rank: no difference at all from the unmoved one")
 
     command = [str(unmoved), str(moved), f"--out={FOLDER}/6-moved.png", "--diff"]
-    print("$ python -m lifecycle.plot", config.shell(*command).replace(f"{pictures.ROOT}/", ""))
+    print("$ python -m lifecycle.plot", program.shell(*command).replace(f"{pictures.ROOT}/", ""))
     plot.main(command)
 
 # %% [markdown]

@@ -36,10 +36,11 @@ import fsdp_train
 import lora
 import processes
 import program
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from lessons import finetuned, pictures, questions, spectrum
 from lifecycle import runlog
 from model import MPT, init_weights
+from program import UserError
 from text import tokenizer as tokenizers
 from weights import load, peft
 
@@ -314,7 +315,7 @@ def train(recipe: str, run_dir: str, steps: int, *flags) -> None:
     tiny = TINY.split() if SHORT else []
     command = ["fsdp_train.py", recipe, *length, *flags, *fixed, *tiny]
     shown = textwrap.wrap(
-        f"$ python {config.shell(*command)}", 86, break_long_words=False, break_on_hyphens=False
+        f"$ python {program.shell(*command)}", 86, break_long_words=False, break_on_hyphens=False
     )
     print(" \\\n    ".join(shown), flush=True)
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)

@@ -14,8 +14,8 @@ for you to complete; git ignores that folder. Solutions are in lessons/solutions
 Exit status of a check: 0 if every part is right, 1 if not.
 """
 
-import config
+import program
 from lessons import workshop
 
 if __name__ == "__main__":
-    config.run(workshop.main)
+    program.run(workshop.main)

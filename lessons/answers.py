@@ -38,9 +38,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from config import UserError
 from lessons import changes
 from processes import Pool, PoolError
+from program import UserError
 
 SECONDS = 30  # for one call
 STARTING = 120  # until ranks answer for the first time

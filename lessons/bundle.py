@@ -21,9 +21,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import config
 import install
-from config import require
+import program
+from program import require
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".*_cache")  # beside what git ignores
@@ -59,7 +59,7 @@ cd "$there"
 
 def main(argv: list[str]) -> None:
     """Make the bundle. What is in it already is used again."""
-    (name,) = config.arguments(argv, "FOLDER")
+    (name,) = program.arguments(argv, "FOLDER")
     folder = Path(name).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     setup = folder / "setup.sh"
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     print(f"4 of 4: the demo's data -> {name}/data", flush=True)
     run(sys.executable, "data.py", "configs/demo.py", f"--data_dir={folder / 'data' / DATA}")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    command = config.shell("sh", f"{name}/setup.sh")
+    command = program.shell("sh", f"{name}/setup.sh")
     print(f"{name} has {size / 1e6:,.0f} MB. On each laptop: {command} ~/workshop")
 
 
@@ -132,4 +132,4 @@ def run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

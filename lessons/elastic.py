@@ -42,8 +42,10 @@ from typing import NamedTuple
 import checkpoint
 import config
 import processes
-from config import MPTConfig, TrainConfig, require
+import program
+from config import MPTConfig, TrainConfig
 from lifecycle import plot, runlog
+from program import require
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = """
@@ -249,4 +251,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -21,8 +21,9 @@ import config
 import data
 import processes
 import program
-from config import TrainConfig, require
+from config import TrainConfig
 from fsdp_train import evaluate
+from program import require
 from serving.decoder import Decoder
 from serving.speed import Speed
 from serving.stream import Text, write
@@ -104,4 +105,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

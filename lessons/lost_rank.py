@@ -26,9 +26,9 @@ import torch
 
 import checkpoint
 import config
-from config import UserError, require
+import program
 from lessons.elastic import Launch, finished, steps_done
-from program import RESUME_ME
+from program import RESUME_ME, UserError, require
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 SETTINGS = """
@@ -132,4 +132,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -19,10 +19,9 @@ import sys
 import torch
 
 import attention
-import config
 import program
-from config import require
 from gpu_kernels import compiled, flash_attention, launch_table
+from program import require
 
 try:
     import triton
@@ -197,8 +196,8 @@ def versions() -> str:
 
 def main(argv) -> None:
     """Run both kernels in the interpreter, or compile them."""
-    if config.wants_help(argv):
-        config.show_help()
+    if program.wants_help(argv):
+        program.show_help()
     usage = "usage: python -m lessons.one_block [compile [--short]]"
     require(argv in ([], ["compile"], ["compile", "--short"]), usage)
     if argv:
@@ -212,4 +211,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

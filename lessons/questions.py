@@ -19,7 +19,7 @@ import json
 import shutil
 from pathlib import Path
 
-from config import arguments, run
+from program import arguments, run
 from storage import files
 from text import corpus
 

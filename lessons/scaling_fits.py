@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import config
+import program
 
 EXPONENTS = np.geomspace(0.05, 2, 60)  # that `fit_surface` tries
 
@@ -75,7 +75,7 @@ def fit_surfaces(n, d, losses) -> list[Surface]:
         errors = np.einsum("prt,pt->pr", terms, factors) - loss
         squares = np.where((factors >= 0).all(axis=1), (errors**2).mean(axis=1), np.inf)
         i = int(squares.argmin())
-        config.require(np.isfinite(squares[i]), "no surface with E, A, B >= 0 fits these losses")
+        program.require(np.isfinite(squares[i]), "no surface with E, A, B >= 0 fits these losses")
         a = factors[i, 1] * np.median(n) ** alpha[i, 0]
         b = factors[i, 2] * np.median(d) ** beta[i, 0]
         numbers = (factors[i, 0], a, b, alpha[i, 0], beta[i, 0])

@@ -40,11 +40,12 @@ import fsdp_train
 import parallel
 import processes
 import program
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig
 from evaluation import tasks, zero_shot
 from evaluation.figures import best, mean_per_token
 from evaluation.score import score
 from lessons.pictures import FOLDER
+from program import require
 from storage import files
 from text import tokenizer as tokenizers
 from text.prepare import Recipe, prepare
@@ -337,4 +338,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

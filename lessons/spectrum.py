@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import config
 import lora
 import program
-from config import require
 from lessons.finetuned import answers_of, is_exact, read_questions
+from program import require
 from text import tokenizer as tokenizers
 from weights.load import load_adapted, tokenizer_file
 
@@ -72,7 +71,7 @@ def print_exact_by_rank(found: Path, tokenizer, questions: list[dict], rank: int
 
 def main(argv) -> None:
     """Print the spectra and the accuracies of a run."""
-    (run_dir,) = config.arguments(argv, "RUN")
+    (run_dir,) = program.arguments(argv, "RUN")
     questions = read_questions(QUESTIONS)
     found = checkpoint.find(run_dir)
     settings = checkpoint.adapter_settings(found)
@@ -86,4 +85,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

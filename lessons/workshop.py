@@ -21,7 +21,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import config
-from config import UserError, require
+import program
+from program import UserError, require
 from storage import files
 
 HERE = Path(__file__).parent
@@ -32,15 +33,15 @@ ANSWERS = "# Scroll on for the answers."  # the line of a lesson from which on i
 
 def main(argv: list[str]) -> None:
     """Do what the arguments say. UserError if they say nothing that can be done."""
-    if config.wants_help(argv):
-        config.show_help()
+    if program.wants_help(argv):
+        program.show_help()
     words = [word for word in argv if not word.startswith("-")]
     flags = [word for word in argv if word.startswith("-")]
     if not argv:
         print(listing())
     elif words[:1] == ["check"] and len(words) == 2:
         path = lesson(words[1])
-        check_and_report(path, answer_path(path, flags), config.shell(*words, *flags))
+        check_and_report(path, answer_path(path, flags), program.shell(*words, *flags))
     elif len(words) == 1 and not set(flags) - {"--short", "--answers"}:
         path = lesson(words[0])
         if "--answers" in flags:
@@ -109,7 +110,7 @@ def run(path: Path, short: bool) -> None:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        raise UserError(f"the lessons draw with matplotlib: {config.EXTRA}") from error
+        raise UserError(f"the lessons draw with matplotlib: {program.EXTRA}") from error
 
 
 class WithWords(SourceFileLoader):
@@ -214,4 +215,4 @@ def load(path: Path):
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -14,7 +14,9 @@ import math
 import time
 
 import config
-from config import TrainConfig, UserError, require
+import program
+from config import TrainConfig
+from program import UserError, require
 
 
 class Cadence:
@@ -184,4 +186,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(demonstrate)
+    program.run(demonstrate)

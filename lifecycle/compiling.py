@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-import config
 import parallel
 import program
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from model import MPT
+from program import UserError
 
 
 def choose(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> bool:
@@ -56,7 +56,7 @@ def compiler_fault(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
         # Too little memory, and what only the user can mend, come again in the run, which says so.
         if not (isinstance(error, UserError) or program.out_of_memory(error)):
             cause = getattr(error, "inner_exception", error)
-            fault = config.one_line(cause) or type(error).__name__
+            fault = program.one_line(cause) or type(error).__name__
     # The run begins with a fresh compiler: to this one, another number of rows would be a sign
     # that it changes all the time. And with free memory: lifecycle/microbatch.py may try what fits.
     torch.compiler.reset()

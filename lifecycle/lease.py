@@ -19,9 +19,9 @@ import threading
 import time
 from pathlib import Path
 
-import config
-from config import UserError, require
+import program
 from lifecycle import runlog
+from program import UserError, require
 from storage import files
 
 BEAT = 10  # seconds between two heartbeats
@@ -164,11 +164,11 @@ def owner(lease: dict | None) -> str:
 
 def main(argv) -> None:
     """Print who owns a run folder."""
-    (run_dir,) = config.arguments(argv, "RUN_DIR")
+    (run_dir,) = program.arguments(argv, "RUN_DIR")
     require(Path(run_dir).is_dir(), f"no run folder {run_dir!r}")
     lease = read_lease(Path(run_dir) / "lease.json")
     print(f"{run_dir} is {owner(lease)}" if lease else f"no run owns {run_dir}")
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -34,8 +34,10 @@ import config
 import devices
 import parallel
 import processes
-from config import MPTConfig, TrainConfig, UserError, require
+import program
+from config import MPTConfig, TrainConfig
 from lifecycle import runlog
+from program import UserError, require
 from storage import files
 
 RECORD = "microbatch.json"
@@ -123,15 +125,15 @@ def read(path: Path) -> list[dict]:
     for record in records:
         wrong = fault(record)
         require(not wrong, f"{path} is damaged ({wrong}): delete it")
-        record["circumstances"] = with_current_names(record["circumstances"], path)
+        record["circumstances"] = with_current_names(record["circumstances"])
     return records
 
 
-def with_current_names(circumstances: dict, path: Path) -> dict:
+def with_current_names(circumstances: dict) -> dict:
     """The same circumstances with today's names of the settings, those of the model included."""
-    circumstances = config.renamed(circumstances, f"{path}")
+    circumstances = config.renamed(circumstances)
     if isinstance(circumstances.get("model"), dict):
-        circumstances["model"] = config.renamed(circumstances["model"], f"{path}")
+        circumstances["model"] = config.renamed(circumstances["model"])
     return circumstances
 
 
@@ -285,7 +287,7 @@ def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[
 
 def main(argv) -> None:
     """Print the microbatch sizes that are recorded in a run folder."""
-    config.arguments(argv, "RUN_DIR")
+    program.arguments(argv, "RUN_DIR")
     folder = Path(argv[0])
     require(folder.is_dir(), f"no run folder {argv[0]!r}: give one, such as runs/demo")
     records = read(folder / RECORD)
@@ -301,4 +303,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

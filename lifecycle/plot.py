@@ -77,7 +77,7 @@ def read(folder: str) -> Run:
     """Read a run folder. UserError if it has no finished step."""
     rows = runlog.read(folder)
     steps = [row for row in rows if "loss" in row and "tokens" in row]
-    config.require(steps, f"{folder} has no finished step yet")
+    program.require(steps, f"{folder} has no finished step yet")
     tokens_at = {row["step"]: row["tokens"] for row in steps}
     tokens_per_step = steps[0]["tokens"] // max(1, steps[0]["step"])
 
@@ -439,9 +439,9 @@ def main(argv) -> None:
     folders, cfg = config.load(argv, PlotSettings, takes="RUN ...")
     out = Path(cfg.out or Path(folders[0]) / f"{cfg.what}.png")
     is_picture = out.suffix.lower() in (".png", ".svg")
-    config.require(is_picture, f"--out={out}: a picture ends in .png or .svg")
+    program.require(is_picture, f"--out={out}: a picture ends in .png or .svg")
     enough = len(folders) > 1 or not cfg.diff
-    config.require(enough, "--diff compares runs: name two run folders or more")
+    program.require(enough, "--diff compares runs: name two run folders or more")
     runs = [read(folder) for folder in folders]
 
     for what in WHAT if cfg.what == "all" else [cfg.what]:
@@ -450,7 +450,7 @@ def main(argv) -> None:
     if as_picture(runs, out, cfg.what, cfg.x):
         print(out)
     else:
-        print(f"(a picture needs matplotlib: {config.EXTRA})")
+        print(f"(a picture needs matplotlib: {program.EXTRA})")
     for folder in folders:
         print(runlog.summary(folder, runlog.read_settings(folder).get("expect")))
     if cfg.diff:
@@ -458,4 +458,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import attention
 import checkpoint
-import config
 import data
 import devices
 import flops
@@ -27,6 +26,7 @@ import optim
 import parallel
 import pipeline
 import processes
+import program
 from config import MPTConfig, TrainConfig
 from lifecycle import resume, runlog
 from lifecycle.cadence import BadSteps
@@ -267,7 +267,7 @@ def planned_time(
         fleet = Fleet(device, world.global_size, world.local_size, tp=cfg.tp, pp=cfg.pp)
         plan = search.evaluate(model_cfg, cfg, fleet, step_time.Constants(), step_time.OURS)
         slow, fast, _ = certainty.band(model_cfg, cfg, fleet)
-    except config.UserError:  # planning cannot split the model in this way
+    except program.UserError:  # planning cannot split the model in this way
         return least_time(model_cfg, cfg, world, precision, peak, first)
     seconds = plan.seconds["step"]
     steps = cfg.max_steps - first

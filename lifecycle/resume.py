@@ -24,8 +24,9 @@ import config
 import processes
 import program
 from checkpoint import find, latest, number, numbered, verify
-from config import MPTConfig, TrainConfig, UserError, require, step_ranges
+from config import MPTConfig, TrainConfig, step_ranges
 from lifecycle import runlog
+from program import UserError, require
 from storage import checkpoint_files
 from storage.checkpoint_files import read_meta
 
@@ -241,7 +242,7 @@ def check_same(
     require(not differences, f"{path} is of another model: {', '.join(differences)}. {fix}")
 
     holds_adapters = bool(meta.get("lora_rank"))
-    base = config.shell(f"--init_from={path.parent.parent}")
+    base = program.shell(f"--init_from={path.parent.parent}")
     begin = f"begin with {base} and another --run_dir"
     problem = f"{path} was {fingerprint}, not trained here"
     require(holds_adapters or not is_imported, f"{problem}: {begin}")
@@ -327,7 +328,7 @@ def demonstrate(argv) -> None:
 
     Exit status: 0 if all are sound, 1 if one is not, 2 if there is none.
     """
-    config.arguments(argv, "RUN_DIR")
+    program.arguments(argv, "RUN_DIR")
     world = processes.start("cpu")
     paths = processes.rank_zero_decides(lambda: numbered(Path(argv[0]) / "checkpoints"))
     require(paths, f"no checkpoint in {argv[0]!r}: give a run folder, such as runs/demo")

@@ -42,7 +42,8 @@ import config
 import devices
 import processes
 import program
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
+from program import UserError
 from storage import files
 
 COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some of the others
@@ -108,7 +109,7 @@ class RunLog:
         """What `start` does on rank 0."""
         folder = self.path.parent
         problem = f"{tokenizer_file} is a link"
-        config.require(
+        program.require(
             not tokenizer_file.is_symlink(), f"{problem}: put the file there that it points to"
         )
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +124,7 @@ class RunLog:
         files.write_atomically(self.path, b"".join(map(json_line, kept)))
         self.size = self.path.stat().st_size
         # Last, so that nobody who sees this launch finds rows of the launch before it.
-        command = config.shell(*sys.argv)
+        command = program.shell(*sys.argv)
         launch = {"command": command, "first_step": first_step, **versions(), **launch}
         add_line(folder / "launches.jsonl", launch)
 
@@ -249,7 +250,7 @@ def require_own_folder(run_dir) -> None:
         path = Path(run_dir) / name
         problem = f"{path} is a link, and a run changes nothing outside of its folder"
         fix = "move there what it points to, or set another --run_dir"
-        config.require(not path.is_symlink(), f"{problem}: {fix}")
+        program.require(not path.is_symlink(), f"{problem}: {fix}")
     fix = "set another --run_dir (logs of a launcher belong beside it)"
     files.require_ours(run_dir, OWN_MARKS, OWN_FILES, fix)
 
@@ -282,7 +283,7 @@ def put_aside(run_dir: str) -> Path:
     fix = "set another --run_dir"
     checkpoints = folder / "checkpoints"
     problem = f"{run_dir} is finished, and its checkpoints are linked to another place"
-    config.require(not checkpoints.is_symlink(), f"{problem}: {fix}")
+    program.require(not checkpoints.is_symlink(), f"{problem}: {fix}")
 
     copy = 1
     while os.path.lexists(aside := Path(f"{folder}-{copy}")):
@@ -373,7 +374,7 @@ def read_settings(run_dir) -> dict:
     """config.json of a run folder. UserError if it is damaged, OSError if it does not exist."""
     path = Path(run_dir) / "config.json"
     fix = "the next start of the run writes it again"
-    return config.renamed(files.read_json(path, fields={"max_steps": int}, fix=fix), str(path))
+    return config.renamed(files.read_json(path, fields={"max_steps": int}, fix=fix))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -481,7 +482,7 @@ def summary_of_steps(steps: list[dict]) -> str:
 
 def main(argv) -> None:
     """Print a summary of a run folder, and its last row."""
-    config.arguments(argv, "RUN_DIR")
+    program.arguments(argv, "RUN_DIR")
     rows, settings = read(argv[0]), read_settings(argv[0])
     print(summary(argv[0], settings.get("expect")))
     seconds = [row["seconds"] for row in rows if "seconds" in row][-WINDOW:]
@@ -490,4 +491,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -23,8 +23,8 @@ import threading
 
 import config
 import program
-from config import MPTConfig, TrainConfig, UserError
-from program import RESUME_ME
+from config import MPTConfig, TrainConfig
+from program import RESUME_ME, UserError
 
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # SIGINT is Ctrl-C
 # The exit status after a signal. SIGPIPE: whatever read our output has exited, as with `| head`.
@@ -47,7 +47,7 @@ def while_loading(argv: list[str]) -> None:
     program.end_with_torchrun()
     program.sleep_while_waiting()
     program.escape_unprintable()
-    if config.rank() > 0 or config.wants_help(argv):
+    if program.rank() > 0 or program.wants_help(argv):
         return
     with contextlib.suppress(UserError, OSError):
         _, cfg = config.load(argv, MPTConfig, TrainConfig)
@@ -84,7 +84,7 @@ class Signals:
             if self.nothing_to_save or second_ctrl_c:
                 exit_immediately(number)
             self.stop_signal = number
-            if number == signal.SIGINT and config.rank() == 0:
+            if number == signal.SIGINT and program.rank() == 0:
                 line = "\nsaving at the end of this step; Ctrl-C again exits immediately"
                 with contextlib.suppress(OSError):  # Ctrl-C has ended `| tee`, too
                     print(line, file=sys.stderr, flush=True)

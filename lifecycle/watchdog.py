@@ -33,14 +33,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import config
 import pipeline
 import processes
 import program
 import tensor_parallel
-from config import UserError
 from processes import REPLY_TIMEOUT, SHOWN, SignsOfLife
-from program import RESUME_ME, out_of_memory, whoami
+from program import RESUME_ME, UserError, out_of_memory, whoami
 
 ROOT = Path(__file__).parent.parent
 TORCH = Path(torch.__file__).parent
@@ -332,7 +330,7 @@ class Watchdog:
         """Print why the run ends, and which checkpoint is the last good one."""
         with contextlib.suppress(*STORE_LOST, OSError):  # the file system may be what hangs
             problem = f"{problem}. {self.file_thread.submit(self.last_good).result(REPLY_TIMEOUT)}"
-        config.print_error(problem)
+        program.print_error(problem)
 
     def __exit__(self, kind, error, trace) -> None:
         """If this rank fails alone, publish its exit status: collectives with it would hang."""
@@ -363,7 +361,7 @@ class Watchdog:
         if out_of_memory(error):
             problem = f"is out of memory, so the next start uses microbatches of {self.halved()}"
         elif processes.is_lost(error):
-            problem = f"lost another rank: {config.one_line(error)}"
+            problem = f"lost another rank: {program.one_line(error)}"
             if self.peer_exit_status() is None:
                 problem += self.silence()
         else:
@@ -373,7 +371,7 @@ class Watchdog:
         if status is None:  # this rank is the first to fail
             status = RESUME_ME
             if self.is_first_to_report():
-                config.print_error(f"{self.name} {problem}. {self.last_good()}")
+                program.print_error(f"{self.name} {problem}. {self.last_good()}")
             self.publish_exit_status(status, wait=2 if processes.is_lost(error) else REPLY_TIMEOUT)
         else:
             self.wait_for_readers(REPLY_TIMEOUT)
@@ -532,12 +530,12 @@ def end(status: int) -> None:
     """End this process from any thread."""
     if status == 2:
         program.end_torchrun()
-    os._exit(config.flushed(status))
+    os._exit(program.flushed(status))
 
 
 def demonstrate(argv) -> None:
     """The last rank sleeps; the watchdog names it and ends all ranks."""
-    config.arguments(argv)
+    program.arguments(argv)
     world = processes.start("cpu")
     with Watchdog(world, 0.05, lambda: "This was a demonstration", halve=None):
         if world.global_rank == world.global_size - 1:

@@ -13,12 +13,13 @@ from typing import Literal
 
 import flops
 import program
-from config import MPTConfig, TrainConfig, UserError, require
+from config import MPTConfig, TrainConfig
 from devices import NODE_OVER_BOARD, NODE_WATTS, PUBLISHED_FRONTIER, Device
 from planning import certainty, matmuls, search, step_time
 from planning.budget import TOKENS_PER_PARAMETER, chinchilla_loss
 from planning.fleet import UNKNOWN_LINK, FleetArgs, network_words
 from planning.search import Plan, Question
+from program import UserError, require
 
 # The settings that fsdp_train.py needs for a layout.
 LAYOUT = """tp sequence_parallel pp sharding shard_size activation_checkpointing recompute_every

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 import config
 import flops
-from config import MPTConfig, TrainConfig, UserError
+import program
+from config import MPTConfig, TrainConfig
 from planning.fleet import FleetArgs, fleet_of
 from planning.search import LayoutArgs, Plan, Question, fastest
+from program import UserError
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 SHAPE = ("d_model", "n_heads", "n_layers", "kv_n_heads")  # what `shape` sets
@@ -148,14 +150,11 @@ def budget(q: Question, days: float) -> list[Training]:
 
 def main(argv: list[str]) -> None:
     """Print the models that the fleet in argv can train in so many days."""
-    numbers = [text for text in argv if not text.startswith("-")]
-    flags = [text for text in argv if text.startswith("-")]
-    m, cfg, asked, args = config.load(flags, MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
-    usage = "usage: python -m planning.budget DAYS --device=h100 --devices=512"
-    config.require(len(numbers) == 1, usage)
-    days = config.checked(config.parse_number(numbers[0]), float, "DAYS", "the command line")
+    classes = (MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
+    (number,), m, cfg, asked, args = config.load(argv, *classes, takes="DAYS")
+    days = config.checked(config.parse_number(number), float, "DAYS", "the command line")
     config.check_range("budget", days)
-    if "global_batch_size" not in map(flops.flag_name, flags):
+    if "global_batch_size" not in map(flops.flag_name, argv):
         cfg = replace(cfg, global_batch_size=default_batch(cfg, args.devices))
     for training in budget(Question(m, cfg, asked, fleet_of(args)), days):
         n_params, tokens = flops.n_params(training.plan.m), training.tokens
@@ -164,4 +163,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

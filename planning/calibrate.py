@@ -26,10 +26,11 @@ from pathlib import Path
 import config
 import devices
 import program
-from config import MPTConfig, TrainConfig, UserError, require
+from config import MPTConfig, TrainConfig
 from planning import step_time
 from planning.fleet import Fleet, FleetArgs, fleet_of, with_flags, with_node_size
 from planning.step_time import Constants, Trainer
+from program import UserError, require
 from storage import files
 
 # The columns of a table that are settings of the run.
@@ -87,7 +88,7 @@ def naming_errors(path: str):
         message = str(error)
         raise UserError(message if path in message else f"{path}: {message}") from error
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        cause = f"{type(error).__name__} {config.one_line(error)}"
+        cause = f"{type(error).__name__} {program.one_line(error)}"
         raise UserError(f"{path} is not {KINDS}: {cause}") from error
 
 
@@ -264,10 +265,7 @@ def report(measured: Measured, fleet: Fleet, c: Constants) -> str:
 
 def main(argv: list[str]) -> None:
     """Print what the files in argv measure, and keep it if asked."""
-    paths = [text for text in argv if not text.startswith("-")]
-    (args,) = config.load([text for text in argv if text.startswith("-")], CalibrateArgs)
-    usage = "python -m planning.calibrate results.csv machine.json --device=mi250"
-    require(paths, f"usage: {usage}")
+    paths, args = config.load(argv, CalibrateArgs, takes="FILE ...")
     names_json = not args.save or args.save.endswith(".json")
     require(names_json, f"--save={args.save}: give the name of a .json file")
     if args.device == "auto" and not args.machine:
@@ -279,4 +277,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

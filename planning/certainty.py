@@ -21,7 +21,6 @@ import functools
 import statistics
 from pathlib import Path
 
-import config
 import program
 from config import MPTConfig, TrainConfig
 from planning.fleet import Fleet
@@ -89,7 +88,7 @@ def launch_share(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> float:
 
 def main(argv: list[str]) -> None:
     """Print each kind's band."""
-    config.arguments(argv)
+    program.arguments(argv)
     rows = []
     for kind, (low, high) in bands().items():
         runs = len(factors().get(kind, ())) or "none"
@@ -98,4 +97,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -22,7 +22,8 @@ import config
 import devices
 import flops
 import program
-from config import MPTConfig, require
+from config import MPTConfig
+from program import require
 
 
 @dataclass
@@ -126,4 +127,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

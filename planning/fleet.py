@@ -23,8 +23,8 @@ from typing import Literal
 import config
 import devices
 import program
-from config import UserError, require
 from devices import Device
+from program import UserError, require
 
 UNKNOWN_LINK = 32.0  # GB/s each way: PCIe 4
 # Nodes behind one switch do not disturb each other. Beyond, static routes collide, and leave 40 to
@@ -268,4 +268,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

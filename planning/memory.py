@@ -44,9 +44,10 @@ from itertools import accumulate
 import config
 import devices
 import flops
-from config import Checkpointing, MPTConfig, TrainConfig, blocks_of, require
+import program
+from config import Checkpointing, MPTConfig, TrainConfig, blocks_of
 from planning import matmuls
-from program import table
+from program import require, table
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
 GPU_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
@@ -81,7 +82,7 @@ class MemoryArgs:
 
 def with_base(argv: list[str]) -> list[str]:
     """argv with a base for the adapters that it asks for: a run needs one, no plan reads it."""
-    asks_for_adapters = any(word.startswith("--lora_rank=") for word in argv)
+    asks_for_adapters = "lora_rank" in map(flops.flag_name, argv)
     return ["--init_from=any", *argv] if asks_for_adapters else argv
 
 
@@ -883,4 +884,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

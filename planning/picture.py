@@ -18,15 +18,16 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
-import config
 import devices
 import flops
-from config import SHARDING_MODES, MPTConfig, TrainConfig, require
+import program
+from config import SHARDING_MODES, MPTConfig, TrainConfig
 from devices import PUBLISHED_MI250
 from planning import answer, certainty, memory, step_time
 from planning.answer import Row
 from planning.fleet import Fleet
 from planning.step_time import Constants
+from program import require
 from storage import files
 
 # The run of devices.PUBLISHED_MI250, MPT-7B at a global batch of 1536. MosaicML's posts do not
@@ -56,7 +57,7 @@ def canvas(title: str | None, rows: int = 1):
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise config.UserError(f"pictures need matplotlib: {config.EXTRA}") from error
+        raise program.UserError(f"pictures need matplotlib: {program.EXTRA}") from error
     figure = Figure(figsize=(12, 1 + 4 * rows), layout="constrained")
     figure.suptitle(title)
     return figure, figure.subplots(rows, 2, squeeze=False)
@@ -66,7 +67,7 @@ def save(figure, path: str) -> None:
     """Write the figure. UserError if it cannot be written there, or is no kind of picture."""
     folder = Path(path).parent
     require(Path(path).suffix, f"--out={path}: name a picture, such as plan.png")
-    fix = f"mkdir -p {config.shell(folder)}, or name another --out"
+    fix = f"mkdir -p {program.shell(folder)}, or name another --out"
     require(folder.is_dir(), f"--out={path}: there is no folder {folder}: {fix}")
     try:
         picture = io.BytesIO()
@@ -74,7 +75,7 @@ def save(figure, path: str) -> None:
         files.write_atomically(path, picture.getvalue())
     except (ValueError, OSError) as error:
         fix = "name another --out, such as plan.png"
-        raise config.UserError(f"--out={path}: {config.one_line(error)}: {fix}") from error
+        raise program.UserError(f"--out={path}: {program.one_line(error)}: {fix}") from error
     print(f"drawn: {path}", file=sys.stderr)
 
 

@@ -26,19 +26,11 @@ from typing import Literal
 import config
 import flops
 import program
-from config import (
-    SHARDING_MODES,
-    Checkpointing,
-    MPTConfig,
-    Sharding,
-    TrainConfig,
-    UserError,
-    require,
-    stage_sizes,
-)
+from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConfig, stage_sizes
 from planning import matmuls, memory, step_time
 from planning.fleet import Fleet, FleetArgs, fleet_of
 from planning.step_time import Constants, StepTime, Trainer
+from program import UserError, require
 
 # The settings of a layout that are chosen if they are auto.
 OPEN = """tp pp sharding microbatch_size activation_checkpointing recompute_every
@@ -413,4 +405,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -31,10 +31,11 @@ from dataclasses import dataclass, replace
 import config
 import flops
 import program
-from config import MPTConfig, TrainConfig, blocks_of, require, stage_sizes
+from config import MPTConfig, TrainConfig, blocks_of, stage_sizes
 from devices import Device
 from planning import matmuls, memory
 from planning.fleet import Fleet, FleetArgs, fleet_of
+from program import require
 
 # Bytes per token and d_model that a block keeps, by the bytes of a number in the residual stream.
 # Memory traffic scales with it.
@@ -488,4 +489,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -41,10 +41,11 @@ import torch
 import torch.nn as nn
 
 import checkpoint
-import config
 import lora
-from config import MPTConfig, TrainConfig, UserError, require
+import program
+from config import MPTConfig, TrainConfig
 from model import MPT, seeded
+from program import UserError, require
 from serving.decoder import Decoder
 from serving.packed_linear import PackedLinear
 from weights import load, peft
@@ -283,7 +284,7 @@ class AdapterBank:
     def check(self, adapter: str, found: Adapter) -> None:
         """UserError unless an adapter fits this model and this bank."""
         extra = f"{adapter} has trained more than adapters (lora_train={found.settings.lora_train})"
-        words = config.shell(adapter)
+        words = program.shell(adapter)
         fix = f"merge it: python -m weights.peft merge {words} MERGED"
         require(not found.settings.lora_train, f"{extra}: {fix}")
         try:

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 
 import devices
-from config import MPTConfig, arguments, run
+from config import MPTConfig
 from model import MPT, KVCache, init_weights
+from program import arguments, run
 from serving.packed_linear import PackedLinear, can_pack, pack_linear_layers
 from serving.sampling import sample
 

@@ -18,7 +18,8 @@ import time
 
 import torch
 
-from config import MPTConfig, require
+from config import MPTConfig
+from program import require
 from serving.adapters import BASE
 from serving.decoder import Decoder, generate
 from serving.sampling import uniforms

@@ -38,7 +38,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import config
-from config import UserError, require
+import program
+from program import UserError, require
 from storage import files
 
 # Bytes. DCP writes about 250 for each piece; a 70B model on 1,024 ranks has 2 million pieces.
@@ -172,7 +173,7 @@ def read_meta(path: Path) -> dict:
     meta = files.read_json(source, dict, META_FIELDS)
     fault = files.wrong_type(meta, {"skip_steps": str, "base": str, "base_fingerprint": str})
     require(not fault, f"{source} is damaged ({fault})")
-    return config.renamed(meta, str(source))
+    return config.renamed(meta)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def read_metadata(path: Path) -> Metadata:
         raise
     except Exception as error:  # arbitrary bytes raise arbitrary exceptions
         known = isinstance(error, UserError)
-        reason = config.one_line(error) if known else type(error).__name__
+        reason = program.one_line(error) if known else type(error).__name__
         raise UserError(f"{path}/.metadata cannot be trusted ({reason})") from error
     return Metadata(entries, storage_data=locations)
 
@@ -430,14 +431,14 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     if "weights_only" not in str(error):
-        return config.one_line(error) or type(error).__name__
+        return program.one_line(error) or type(error).__name__
     refused = re.search(r"GLOBAL (\S+)", str(error))
     return f"it would run {refused[1]}" if refused else "it holds more than tensors and numbers"
 
 
 def main(argv: list[str]) -> None:
     """Check a checkpoint and list its tensors."""
-    path = Path(config.arguments(argv, "CHECKPOINT")[0])
+    path = Path(program.arguments(argv, "CHECKPOINT")[0])
     require_undamaged(path, find_damage(path))
     for name, entry in read_metadata(path).state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -446,4 +447,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

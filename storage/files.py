@@ -31,7 +31,8 @@ import sys
 from pathlib import Path
 
 import config
-from config import UserError, require
+import program
+from program import UserError, require
 
 MAX_JSON = 2**27  # bytes. The largest we know is the weight index of a 70B model: under 2**20
 MAX_CSV = 2**24  # bytes
@@ -60,7 +61,7 @@ def parse_json(
     except RecursionError as error:
         raise UserError(f"{where} is damaged (JSON nested too deep){fix}") from error
     except ValueError as error:  # UnicodeDecodeError too
-        raise UserError(f"{where} is damaged ({config.one_line(error)}){fix}") from error
+        raise UserError(f"{where} is damaged ({program.one_line(error)}){fix}") from error
 
     expected = {dict: "a JSON object", list: "a JSON list"}[kind]
     require(isinstance(value, kind), f"{where} is damaged (not {expected}){fix}")
@@ -155,10 +156,10 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
         names = table.fieldnames or ()
         too_many = f"{path} has {len(names):,} columns, expected at most {MAX_COLUMNS:,}"
         require(len(names) <= MAX_COLUMNS, too_many)
-        table.fieldnames = new_columns(names, path)
+        table.fieldnames = new_columns(names)
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is not {what}: {config.one_line(error)}") from error
+        raise UserError(f"{path} is not {what}: {program.one_line(error)}") from error
 
     absent = sorted(set(columns) - set(table.fieldnames or ()))
     require(not absent, f"{path} is not {what}: it has no column {', '.join(absent[:3])}")
@@ -167,9 +168,8 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
     return rows
 
 
-def new_columns(names, path) -> list[str]:
+def new_columns(names) -> list[str]:
     """The column names of a table, with renamed settings under their new names."""
-    config.require_one_name(names, str(path))
     return [config.RENAMED.get(name, name) for name in names]
 
 
@@ -298,7 +298,7 @@ def lock(file: int, state: str) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(file, 300, 0).decode(errors="replace") or "another process"
-            print(f"{state} by {config.one_line(owner)}: waiting", file=sys.stderr, flush=True)
+            print(f"{state} by {program.one_line(owner)}: waiting", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         os.ftruncate(file, 0)  # what a killed owner left
     except OSError:
@@ -308,7 +308,7 @@ def lock(file: int, state: str) -> bool:
 
 def main(argv: list[str]) -> None:
     """Check a JSON or JSON lines file."""
-    (path,) = config.arguments(argv, "FILE.json|FILE.jsonl")
+    (path,) = program.arguments(argv, "FILE.json|FILE.jsonl")
     if not path.endswith(".jsonl"):
         value = read_json(path)
         print(f"{path}: an object with {len(value)} fields")
@@ -320,4 +320,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -240,7 +240,7 @@ def flags_for(folder) -> list[str]:
 
 def refusal(function, *args, **more) -> str:
     """The message with which a call refuses its arguments: a UserError of one line."""
-    from config import UserError
+    from program import UserError
 
     with pytest.raises(UserError) as error:
         function(*args, **more)

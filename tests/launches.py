@@ -26,10 +26,10 @@ from conftest import PATIENCE, ROOT, clean_environment
 
 import fsdp_train
 import processes
-from config import UserError
 from lifecycle import runlog
 from lifecycle.lease import Lease
 from processes import free_port, torchrun_variables
+from program import UserError
 from weights.load import load_model
 
 SIZE = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()

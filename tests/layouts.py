@@ -20,9 +20,10 @@ import lora
 import parallel
 import processes
 import tensor_parallel
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from loss import IGNORE
 from model import initial_weight
+from program import UserError
 from storage.checkpoint_files import read_metadata
 
 # A vocabulary of 99 cannot be cut into equal parts, nor five layers into two, three or four stages.

@@ -260,10 +260,8 @@ program.py: test_program.py
 
 settings whose names are misspelled are ignored
 config.py: test_config.py
--     if unknown_keys:
--         key, value, source, names = unknown_keys[0]
-+     if False:
-+         key, value, source, names = unknown_keys[0]
+- elif name not in others:
++ elif False:
 
 # --- the use of a model
 

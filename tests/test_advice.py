@@ -16,8 +16,10 @@ import checkpoint
 import config
 import fsdp_train
 import lora
-from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
+import program
+from config import LINEAR_LAYERS, MPTConfig, TrainConfig
 from model import MPT, init_weights
+from program import UserError
 from serving.adapters import AdapterBank, write_random
 from serving.decoder import Decoder
 from text import corpus, prepare
@@ -188,6 +190,6 @@ def test_a_text_in_another_encoding_is_read_after_the_conversion(tmp_path):
 
 def test_a_command_of_a_plain_path_has_no_quotes():
     """Others are quoted, so that a shell reads each as one word."""
-    command = config.shell("runs/demo", Path("a b"), "--prompt=def $x")
+    command = program.shell("runs/demo", Path("a b"), "--prompt=def $x")
     assert command == "runs/demo 'a b' '--prompt=def $x'"
-    assert shlex.split(config.shell("it's")) == ["it's"]
+    assert shlex.split(program.shell("it's")) == ["it's"]

@@ -14,9 +14,10 @@ from launches import SIZE, train_here
 
 import attention
 import checkpoint
-from config import MPTConfig, TrainConfig, UserError, load
+from config import MPTConfig, TrainConfig, load
 from lifecycle import resume
 from model import MPT, init_weights
+from program import UserError
 from serving.decoder import Decoder
 from weights import hf
 from weights.load import check_same_model, load_for_sampling, load_model

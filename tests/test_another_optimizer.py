@@ -16,7 +16,7 @@ from test_parallel import RUN, build, full_weights, global_rows, rows_of
 import checkpoint
 import fsdp_train
 import optim
-from config import UserError
+from program import UserError
 
 
 class Lion(torch.optim.Optimizer):

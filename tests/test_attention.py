@@ -11,8 +11,8 @@ from tracing.tracer import Tracer
 
 import attention as attention_module
 from attention import alibi_slopes, attention, attention_bias, choose
-from config import UserError
 from gpu_kernels import launch_table
+from program import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import checkpoint
 import fsdp_train
-from config import UserError
 from optim import ADAMW
+from program import UserError
 from weights import load
 
 META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint": "f00"}

@@ -24,10 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import config
 import fsdp_train
 import parallel
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from lifecycle import compiling
 from model import MPT, Block
 from processes import World
+from program import UserError
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 A_GPU = World(0, 1, 0, 1, torch.device("cuda", 99))  # no machine has that many

@@ -4,14 +4,13 @@ import dataclasses
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
 import types
 from typing import get_args, get_type_hints
 
 import pytest
-from conftest import PATIENCE, ROOT, refusal
+from conftest import ROOT, refusal
 
 import config
 import generate
@@ -21,13 +20,13 @@ from config import (
     MPTConfig,
     Sharding,
     TrainConfig,
-    UserError,
     alternatives,
     check_ranges,
     from_dict,
     load,
     to_json,
 )
+from program import UserError
 
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
 
@@ -81,7 +80,7 @@ def test_defaults_then_files_then_flags(write):
     [
         ("", True),
         ("--run_dir=r --pp=2 --microbatch_size=2 --precision=fp32 --attn_impl=sdpa", True),
-        ("--lr=2e-3 --dataset=stdlib --rope=false", True),  # as in the file, or by default
+        ("--lr=2e-3", True),  # as in the file
         ("--lr=1e-3", False),
         ("--max_steps=60", False),
         ("--dataset=my/*.txt", False),
@@ -123,9 +122,9 @@ def test_what_is_saved_comes_back():
 
 UNKNOWN = {
     "n_layer": "did you mean 'n_layers'?",
-    "block_size": "did you mean 'max_seq_len'?",
-    "learning_rate": "did you mean 'lr'?",
-    "device_train_microbatch_size": "did you mean 'microbatch_size'?",
+    "out_dir": "did you mean 'run_dir'?",
+    **{name: f"did you mean {ours!r}?" for name, ours in config.FOREIGN_NAMES.items()},
+    "weight_decay": "decoupled_weight_decay = weight_decay * lr",
     "zzzzzz": "--help",
 }
 
@@ -133,25 +132,34 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_name_is_answered_with_ours(name, write):
     path = write(f"{name} = 3\n")
-    for source, where in ((f"--{name}=3", "the command line"), (path, path)):
-        message = error(source)
+    for argv, where in (
+        ([f"--{name}=3"], "the command line"),
+        ([f"--{name}", "3"], "the command line"),
+        ([path], path),
+    ):
+        message = error(*argv)
         assert message.startswith(f"unknown key {name!r} in {where}") and UNKNOWN[name] in message
-
-
-@pytest.mark.parametrize(
-    "file, flags, same_decay",
-    [
-        ("", ["--weight_decay=0.1"], "6e-05"),  # at the default lr
-        ("lr = 2e-4\n", ["--weight_decay=0.1"], "2e-05"),
-        ("weight_decay = 0.1\n", ["--lr=2e-4"], "2e-05"),
-    ],
-)
-def test_weight_decay_is_answered_with_the_same_decay_here(file, flags, same_decay, write):
-    assert error(write(file), *flags).endswith(f"decoupled_weight_decay={same_decay}")
 
 
 # --------------------------------------------------------------------------------------------------
 # Renamed settings
+
+
+def test_an_old_name_means_the_new_one(write):
+    assert set(config.RENAMED.values()) <= set(FIELDS) and not set(config.RENAMED) & set(FIELDS)
+    old, new = write("checkpoint_every = 2\n"), write("recompute_every = 5\n", "new.py")
+    for argv, meant in {
+        ("--checkpoint_every=2",): 2,
+        ("--checkpoint_every", "2"): 2,
+        (old,): 2,
+        (old, "--recompute_every=4"): 4,  # the later one wins, whatever its name
+        (new, "--checkpoint_every=2"): 2,
+        (old, new): 5,
+        ("--recompute_every=4", "--checkpoint_every=2", "--recompute_every=3"): 3,
+    }.items():
+        assert both(*argv)["recompute_every"] == meant, argv
+    assert "recompute_every must be from 1" in error("--checkpoint_every=0")
+    assert "unknown key" in refusal(load, ["--checkpoint_every=2"], MPTConfig)
 
 
 @pytest.fixture
@@ -159,29 +167,6 @@ def notes(capsys):
     """notes() returns what was printed on standard error since the last call."""
     config.say_once.cache_clear()
     return lambda: capsys.readouterr().err
-
-
-def test_an_old_name_works_and_is_noted_once(notes, write, monkeypatch):
-    assert set(config.RENAMED.values()) <= set(FIELDS) and not set(config.RENAMED) & set(FIELDS)
-    path = write("checkpoint_every = 2\n")
-    for source, where in (("--checkpoint_every=2", "the command line"), (path, path)):
-        assert both(source)["recompute_every"] == both(source)["recompute_every"] == 2
-        assert notes() == f"note: checkpoint_every in {where} is called recompute_every now\n"
-    assert both(path, "--recompute_every=4")["recompute_every"] == 4  # a flag wins as ever
-    assert both(path, write("recompute_every = 5\n", "later.py"))["recompute_every"] == 5
-    config.say_once.cache_clear()
-    notes()
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert both("--checkpoint_every=2")["recompute_every"] == 2 and notes() == ""
-
-
-def test_an_old_name_is_checked_as_the_new_one(write):
-    assert "recompute_every must be from 1" in error("--checkpoint_every=0")
-    path = write("recompute_every = 2\ncheckpoint_every = 2\n")
-    assert f"{path} sets checkpoint_every and recompute_every" in error(path)
-    message = refusal(load, ["--checkpoint_every=2"], MPTConfig)  # without that setting
-    assert "unknown key 'checkpoint_every'" in message
 
 
 def test_unknown_saved_settings_are_named_once(notes):
@@ -265,9 +250,16 @@ def test_a_prompt_is_no_path(monkeypatch):
     assert (args.adapter, args.prompts) == (["/home/me/a"], "/home/me/p")
 
 
-def test_a_bool_flag_needs_no_value_and_others_do():
-    assert both("--alibi")["alibi"] is True
-    assert "--n_layers needs a value" in error("--n_layers")
+def test_a_value_may_stand_behind_a_space_and_a_bool_needs_none(write):
+    path = write("d_model = 64\nn_heads = 2")
+    settings = both(
+        "--alibi", path, "--lr", "1e-3", "--compile", "--run_dir", "-x", "--kv_n_heads", "1"
+    )
+    given = {"alibi": True, "d_model": 64, "lr": 1e-3, "compile": True, "run_dir": "-x"}
+    assert {key: settings[key] for key in given} == given
+    for argv in (["--n_layers"], ["--n_layers", "--alibi"]):
+        message = error(*argv)
+        assert message == "--n_layers needs a value: --n_layers=... (a whole number)"
 
 
 BAD_FLAGS = [
@@ -445,17 +437,6 @@ def test_control_c_in_a_file_is_control_c(write):
         both(write("raise KeyboardInterrupt\n"))
 
 
-def test_a_file_that_loops_is_named(write):
-    """In a real process, which Ctrl-C ends."""
-    path = write("while True:\n    pass\n")
-    program = "import config; config.SLOW_FILE_SECONDS = 0.1; config.run(config.main)"
-    command = [sys.executable, "-c", program, path]
-    looping = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert looping.stderr.readline().startswith(f"{path} is still running")
-    looping.send_signal(signal.SIGINT)
-    assert looping.wait(PATIENCE) == 130
-
-
 def test_a_file_that_is_not_there(write, tmp_path, monkeypatch):
     similar = write("", "mpt1b.py")
     message = error(str(tmp_path / "mpt1bb.py"))
@@ -517,7 +498,9 @@ def test_a_list_grows_with_each_flag():
 
 
 def test_a_config_file_may_hold_a_list(write):
-    assert load([write("prompt = ['a', 'b']"), "--prompt=c"], Texts)[0].prompt == ["a", "b", "c"]
+    path = write("prompt = ['a', 'b']")
+    assert load([path], Texts)[0].prompt == ["a", "b"]
+    assert load([path, "--prompt=c"], Texts)[0].prompt == ["c"]
     assert "is ['a', 1], expected text" in refusal(load, [write("prompt = ['a', 1]")], Texts)
 
 
@@ -544,12 +527,10 @@ def test_a_layer_of_another_model_is_answered_with_ours(word):
     assert f"did you mean '{OUR_LAYERS[word]}'?" in error(f"--lora_targets={word}")
 
 
-def test_a_value_may_stand_behind_a_space_where_no_config_files_are_taken():
+def test_flags_stand_anywhere_among_what_a_program_takes():
     argv = ["--n", "5", "RUN", "--quiet", "--prompt", "def main(", "--prompt", "-x"]
     words, texts = load(argv, Texts, takes="RUN")
     assert words == ["RUN"] and texts == Texts(prompt=["def main(", "-x"], n=5, quiet=True)
-    for flags, meant in ((["--prompt"], "--prompt=..."), (["--n", "--quiet"], "--n=...")):
-        assert f" needs a value: {meant}" in refusal(load, ["RUN", *flags], Texts, takes="RUN")
 
 
 # --------------------------------------------------------------------------------------------------

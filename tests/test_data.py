@@ -29,8 +29,9 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 import data
-from config import TrainConfig, UserError, load
+from config import TrainConfig, load
 from data import Split, permute, prefetch
+from program import UserError
 from text import corpus, shards
 from text import tokenizer as tokenizers
 from text.prepare import (

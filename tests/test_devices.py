@@ -12,7 +12,8 @@ import torch
 import config
 import devices
 import processes
-from config import TrainConfig, UserError
+from config import TrainConfig
+from program import UserError
 
 # Vendors' datasheets and product pages, collected independently of devices.TABLE.
 FIGURES = Path(__file__).parent / "accelerators.csv"

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import devices
 import flops
-from config import MPTConfig, UserError
+from config import MPTConfig
 from flops import TrainingSetup
 from model import MPT
+from program import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"

@@ -608,7 +608,7 @@ def put(path: Path, content) -> None:
 
 def judge(name: str, path: Path, folder: Path) -> str:
     """What is wrong with the answer of a reader; "" if nothing."""
-    from config import UserError
+    from program import UserError
 
     try:
         READERS[name][1](path, folder)

@@ -20,10 +20,11 @@ import flops
 import generate
 import parallel
 import processes
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from evaluation import results, zero_shot
 from evaluation.score import Request, grouped, score
 from lifecycle import lease, microbatch, plot, resume, runlog
+from program import UserError
 from text.prepare import prepare
 from weights import hf
 

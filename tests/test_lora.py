@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from layouts import LORA, MODEL, RUN, assert_near, build, curves
 
 import lora
-from config import LINEAR_LAYERS, TrainConfig, UserError
+from config import LINEAR_LAYERS, TrainConfig
 from model import MPT, init_weights
+from program import UserError
 
 TUNE = replace(RUN, **LORA)
 SMALL = replace(MODEL, n_layers=2, d_model=16, vocab_size=31)

@@ -12,8 +12,8 @@ from layouts import team_of
 import checkpoint
 import lora
 import tensor_parallel
-from config import UserError
 from lifecycle import runlog
+from program import UserError
 from weights import hf, load
 
 pytestmark = pytest.mark.slow

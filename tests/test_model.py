@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from attention import alibi_slopes
-from config import MPTConfig, UserError
+from config import MPTConfig
 from loss import IGNORE
 from model import MPT, LayerNorm, init_weights, initial_weight
+from program import UserError
 
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
 SEPARATOR = 96  # the id that ends a document

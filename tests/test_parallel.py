@@ -25,10 +25,11 @@ import fsdp_train
 import optim
 import parallel
 import processes
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from lifecycle import reporter
 from loss import IGNORE
 from model import MPT, init_weights
+from program import UserError
 
 # 97 rows, a width of 42 and 15 positions do not divide by 2 or 4. Four blocks and the root are five
 # sharded units.

@@ -13,9 +13,10 @@ import pytest
 import config
 import flops
 import plan
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from planning import answer, budget, memory, search
 from planning.answer import PlanArgs
+from program import UserError
 
 ROOT = Path(__file__).parent.parent
 MPT7B, MPT70B = (str(ROOT / f"configs/{name}.py") for name in ("mpt7b", "mpt70b"))

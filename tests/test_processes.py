@@ -20,8 +20,8 @@ from test_stopping import workers
 
 import devices
 import processes
-from config import UserError
 from processes import torchrun_variables
+from program import UserError
 
 # -------------------------------------------------------------------------------------------------
 # Meeting in a store

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import LoadItemType
 import checkpoint
 import pipeline
 import tensor_parallel
-from config import UserError
 from model import MPT
+from program import UserError
 from storage.checkpoint_files import read_metadata
 
 UNTIED = {"tie_word_embeddings": False, "alibi": False, "no_bias": False, "kv_n_heads": 2}

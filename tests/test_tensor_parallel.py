@@ -13,8 +13,8 @@ import torch.distributed as dist
 from layouts import MODEL, RUN, build, rows_of_step, take_steps
 
 import parallel
-from config import UserError
 from model import MPT, Positions
+from program import UserError
 from tensor_parallel import Layout
 
 # --- Parts of a whole

@@ -9,8 +9,8 @@ from conftest import flags_for
 from launches import SIZE
 
 import checkpoint
-from config import UserError
 from lifecycle import runlog
+from program import UserError
 from weights import load, peft
 
 BATCH = "--global_batch_size=8 --microbatch_size=2 --warmup_steps=1 --precision=fp32".split()

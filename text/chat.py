@@ -42,7 +42,9 @@ from pathlib import Path
 import numpy as np
 
 import config
-from config import TrainConfig, UserError, require
+import program
+from config import TrainConfig
+from program import UserError, require
 from storage import files
 from storage.files import shown
 from text import corpus
@@ -554,4 +556,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

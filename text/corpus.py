@@ -28,8 +28,8 @@ import re
 import sysconfig
 from pathlib import Path
 
-import config
-from config import UserError, require, shell
+import program
+from program import UserError, require, shell
 from storage import files as file_reader
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".py")
@@ -290,7 +290,7 @@ def parquet_documents(path: str):
                 for text in batch.column(0):
                     yield text.as_py()
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            reason = config.one_line(error)
+            reason = program.one_line(error)
             raise UserError(f"{path} is not a complete .parquet file: {reason}") from error
 
 
@@ -509,7 +509,7 @@ def hub_rows(dataset: str):
 
 def main(argv) -> None:
     """Count the documents of a data set and show how the last one begins."""
-    arguments = config.arguments(argv, "[DATASET]")
+    arguments = program.arguments(argv, "[DATASET]")
     dataset = arguments[0] if arguments else "stdlib"
     n_documents = 0
     n_characters = 0
@@ -524,4 +524,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -20,7 +20,7 @@ import time
 
 import numpy as np
 
-import config
+import program
 
 
 def pack(lengths: list[int], room: int) -> list[list[int]]:
@@ -85,7 +85,7 @@ def fill_rows(examples: list[np.ndarray], rows: list[list[int]], room: int, fill
 
 def main(argv) -> None:
     """Pack lengths as instructions have them: log-normal around 150 tokens."""
-    config.arguments(argv)
+    program.arguments(argv)
     room = 2048
     drawn = np.random.default_rng(0).lognormal(np.log(150), 0.8, 20_000)
     lengths = np.clip(drawn.astype(int), 1, room).tolist()
@@ -102,4 +102,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

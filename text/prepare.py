@@ -40,9 +40,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import config
 import program
-from config import TrainConfig, UserError, require
+from config import TrainConfig
+from program import UserError, require
 from storage import files
 from text import corpus
 from text import tokenizer as tokenizers
@@ -137,9 +137,9 @@ class Recipe:
         for key, value in self.settings().items():
             saved = made_with.get(key)
             if saved != value:
-                flag = f"--{key}={config.one_line(saved)}"
+                flag = f"--{key}={program.one_line(saved)}"
                 raise UserError(
-                    f"{self.folder} was made with {flag}, not {value}: set {config.shell(flag)}, "
+                    f"{self.folder} was made with {flag}, not {value}: set {program.shell(flag)}, "
                     "or another --data_dir"
                 )
 
@@ -180,7 +180,7 @@ class Recipe:
             flags["max_seq_len"] = self.max_seq_len
         if self.cfg.init_from:  # which may have the tokenizer
             flags["init_from"] = self.cfg.init_from
-        return f"python data.py {config.shell(*(f'--{k}={v}' for k, v in flags.items()))}"
+        return f"python data.py {program.shell(*(f'--{k}={v}' for k, v in flags.items()))}"
 
 
 def has_enough(summary: dict, max_tokens: int) -> bool:

@@ -30,8 +30,8 @@ from pathlib import Path
 
 import numpy as np
 
-import config
-from config import require
+import program
+from program import require
 from storage import files
 
 HEADER_BYTES = 4096
@@ -194,7 +194,7 @@ def truncate_shard(path: Path, tokens: int) -> None:
 
 def main(argv) -> None:
     """Check shards and print how much each holds."""
-    config.arguments(argv, "SHARD.bin ...")
+    program.arguments(argv, "SHARD.bin ...")
     for name in argv:
         require(os.path.isfile(name), f"no shard {name!r}")
         shard = Shard(Path(name))
@@ -204,4 +204,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -46,7 +46,7 @@ import numpy as np
 import regex  # comes with tiktoken; Python's own re does not know \p{L}
 import tiktoken
 
-from config import EXTRA, UserError, arguments, one_line, require, run
+from program import EXTRA, UserError, arguments, one_line, require, run
 from storage import files
 
 END_OF_TEXT = "<|endoftext|>"

@@ -14,7 +14,7 @@ these are all cuts of each token into two tokens: of "abc" first `a bc`, then `a
 import json
 from pathlib import Path
 
-from config import UserError, require
+from program import UserError, require
 from storage import files
 from storage.files import shown
 

@@ -16,7 +16,8 @@ import torch
 
 import checkpoint
 import lora
-from config import MPTConfig, TrainConfig, arguments, require, run
+from config import MPTConfig, TrainConfig
+from program import arguments, require, run
 from storage.checkpoint_files import read_metadata, require_weights
 
 

@@ -23,10 +23,12 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import config
-from config import MPTConfig, TrainConfig, UserError, require
+import program
+from config import MPTConfig, TrainConfig
 from lora import is_adapter
 from model import MPT
 from processes import rank_zero_decides
+from program import UserError, require
 from storage import files
 from storage.checkpoint_files import read_metadata, reason_of
 from tensor_parallel import Team, cut, layout_of
@@ -183,7 +185,7 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
     else:
         path = checkpoint.find(str(source))
         checkpoint.require_sound(path)
-        fix = f"python -m weights.peft export {config.shell(source, folder)}, or merge them first"
+        fix = f"python -m weights.peft export {program.shell(source, folder)}, or merge them first"
         require(not checkpoint.adapter_settings(path), f"{source} holds adapters: {fix}")
         cfg = checkpoint.settings(path)
         metadata = read_metadata(path)
@@ -299,4 +301,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

@@ -34,9 +34,11 @@ from pathlib import Path
 import torch
 
 import config
+import program
 from attention import function_of
-from config import MPTConfig, UserError, require, say_once
+from config import MPTConfig, say_once
 from lifecycle.resume import norm_of
+from program import UserError, require
 from storage import files
 from weights.tensor_files import nested, read_pickle
 
@@ -182,7 +184,7 @@ def values_of(group: dict, place: str, source: str) -> dict:
             problem = misplaced if home else ", which this project's MPT does not have"
             require(
                 changes_nothing(key, value),
-                f"{source} sets {config.one_line(key)} to {files.shown(value)}{problem}",
+                f"{source} sets {program.one_line(key)} to {files.shown(value)}{problem}",
             )
     return values
 
@@ -420,7 +422,7 @@ def check_format(state: dict, cfg: MPTConfig) -> None:
 
 def main(argv) -> None:
     """Print the MPTConfig of a folder's config.json."""
-    (folder,) = config.arguments(argv, "FOLDER")
+    (folder,) = program.arguments(argv, "FOLDER")
     path = Path(folder) / "config.json"
     cfg = config_from(files.read_json(path), str(path))
     for name, value in asdict(cfg).items():
@@ -428,4 +430,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

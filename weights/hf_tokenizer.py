@@ -24,8 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import checkpoint
-import config
-from config import UserError, require, say_once
+import program
+from config import say_once
+from program import UserError, require
 from storage import files
 from storage.files import shown
 from text import tokenizer as tokenizers
@@ -105,7 +106,7 @@ def why_unreadable(source: Path, settings: dict, named: str) -> str:
             require(not named.endswith(".json"), "a path is never followed")
             tokenizers.canonical(named)
             return ""
-        return f"was trained with the tokenizer {config.one_line(named)}"
+        return f"was trained with the tokenizer {program.one_line(named)}"
 
     if (folder / SETTINGS).exists():
         return f"has a {SETTINGS} without its tokenizer"
@@ -263,7 +264,7 @@ def write_settings(folder: Path) -> None:
 
 def demonstrate(argv) -> None:
     """Print the tokenizer of a Hugging Face folder, and the ids that end its texts."""
-    (path,) = config.arguments(argv, "FOLDER")
+    (path,) = program.arguments(argv, "FOLDER")
     source = Path(path)
     name = name_of(source)
     tokenizer = tokenizers.load(name, file_of(source, name))
@@ -274,4 +275,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(demonstrate)
+    program.run(demonstrate)

@@ -36,8 +36,10 @@ import config
 import lora
 import optim
 import parallel
-from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError, require
+import program
+from config import LINEAR_LAYERS, MPTConfig, TrainConfig
 from model import MPT
+from program import UserError, require
 from storage import files
 from weights import hf, hf_tokenizer, load
 from weights.adapters import Adapter, check_fits, of_run
@@ -119,7 +121,7 @@ def settings_from(foreign: dict, source: Path) -> TrainConfig:
         neutral = ALLOWED.get(name, OFF)
         is_neutral = any(value == allowed and type(value) is type(allowed) for allowed in neutral)
         expected = f": expected {' or '.join(map(json.dumps, neutral))}" if name in ALLOWED else ""
-        problem = f"{source} sets {config.one_line(name)} to {files.shown(value)}"
+        problem = f"{source} sets {program.one_line(name)} to {files.shown(value)}"
         is_known = name in types or name in IGNORED or is_neutral
         require(is_known, f"{problem}, which lora.py does not have{expected}")
     settings = TrainConfig(
@@ -145,7 +147,7 @@ def mapped(path: Path) -> dict[str, torch.Tensor]:
     require(layout, f"{path} holds no tensors")
     example = "base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight"
     for name in layout:
-        problem = f"{path} holds {config.one_line(name)}, no adapter of a linear layer"
+        problem = f"{path} holds {program.one_line(name)}, no adapter of a linear layer"
         require(TENSOR_NAME.fullmatch(name), f"{problem}: expected names like {example}")
     n_bytes = max(stored.offset + stored.bytes for stored in layout.values())
     content = torch.from_file(str(path), shared=False, size=n_bytes, dtype=torch.uint8)
@@ -192,7 +194,7 @@ def check_named(tensors: dict[str, torch.Tensor], foreign: dict, source: Path) -
         try:
             named = is_named(layer, deadline, **selection)
         except (ValueError, re.error, RecursionError, TimeoutError) as error:
-            reason = config.one_line(error)
+            reason = program.one_line(error)
             raise UserError(f"{source} selects layers by a pattern that fails: {reason}") from error
         given = "; ".join(f"{name} {json.dumps(foreign.get(name))[:60]}" for name in SELECTION)
         problem = f"{source.parent} holds tensors for {layer}, which {CONFIG_FILE} does not name"
@@ -343,7 +345,7 @@ def export(run, folder, base_model: str = "") -> None:
     write(folder, adapter)
     print(f"{folder}: adapters of rank {adapter.rank} for {adapter.base}")
     if not base_model and load.is_run(Path(adapter.base)):
-        command = f"python -m weights.hf export {config.shell(adapter.base)} BASE"
+        command = f"python -m weights.hf export {program.shell(adapter.base)} BASE"
         print(f"To share it, export the base, {command}, then export again with --base_model=BASE")
 
 
@@ -371,7 +373,7 @@ def import_(folder, run_dir, base: str) -> None:
         hf.write_checkpoint(staging / "checkpoints" / "step-0", meta, state)
         hf_tokenizer.save(name, file, staging)
         load.keep_generation(meta["base"], staging)
-    named = config.one_line(adapter.base)
+    named = program.one_line(adapter.base)
     author = f" Its author names the base {named}." if named else ""
     print(f"{run_dir}: adapters of rank {adapter.rank} on {meta['base']}.{author}")
 
@@ -512,4 +514,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

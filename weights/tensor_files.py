@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import config
-from config import UserError, require
+import program
+from program import UserError, require
 from storage import files
 
 WEIGHT_FILES = (  # in a folder, the first of these that exists is read
@@ -81,7 +81,7 @@ def locate(path: Path) -> dict[str, Stored]:
         layout = pickle_layout(file) if is_pickle else safetensors_layout(file)
         for name, stored in layout.items():
             name = name.removeprefix("model.")
-            shown = config.one_line(name)
+            shown = program.one_line(name)
             require(
                 name not in found, f"{shown} is in {path} twice, the second time in {file.name}"
             )
@@ -128,7 +128,7 @@ def safetensors_layout(path: Path) -> dict[str, Stored]:
     for name, stored in sorted(layout.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         require(
             stored.offset == end,
-            f"{config.one_line(name)} in {path} begins at byte {stored.offset:,} "
+            f"{program.one_line(name)} in {path} begins at byte {stored.offset:,} "
             f"instead of {end:,}: a gap, or tensors that overlap",
         )
         end += stored.bytes
@@ -158,7 +158,7 @@ def read_header(path: Path) -> tuple[dict, int, int]:
             text.decode(), object_pairs_hook=strict_object, parse_constant=refuse_constant
         )
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{not_safetensors}: {config.one_line(error)}") from error
+        raise UserError(f"{not_safetensors}: {program.one_line(error)}") from error
     require(isinstance(header, dict), f"{not_safetensors}: its header is not a JSON object")
 
     metadata = header.pop("__metadata__", None)
@@ -190,7 +190,7 @@ def refuse_constant(constant: str):
 
 def entry_of(path: Path, name: str, entry, data_start: int) -> Stored:
     """The tensor of one header entry. UserError unless its bytes match its shape and dtype."""
-    where = f"{config.one_line(name)} in {path}"
+    where = f"{program.one_line(name)} in {path}"
     is_complete = isinstance(entry, dict) and {"dtype", "shape", "data_offsets"} <= set(entry)
     require(is_complete, f"{where} must have dtype, shape and data_offsets")
 
@@ -200,7 +200,7 @@ def entry_of(path: Path, name: str, entry, data_start: int) -> Stored:
     require(isinstance(dtype_name, str), f"{where} has a dtype that is not a string")
     require(
         dtype_name in DTYPES,
-        f"{where} is {config.one_line(dtype_name)}, expected one of: {', '.join(DTYPES)}",
+        f"{where} is {program.one_line(dtype_name)}, expected one of: {', '.join(DTYPES)}",
     )
     require(are_sizes(shape), f"{where} has a shape that is not a list of whole numbers")
     require(
@@ -331,7 +331,7 @@ def nested(content, *names):
 def tensor_of(path: Path, name, tensor, member_sizes: dict[int, int]) -> Stored:
     """Where a tensor of a pickle is stored. UserError unless it lies inside its zip member."""
     require(isinstance(name, str), f"{path} holds no dictionary of weights by name")
-    where = f"{config.one_line(name)} in {path}"
+    where = f"{program.one_line(name)} in {path}"
     is_plain = (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in DTYPES.values()
@@ -484,11 +484,11 @@ def write_safetensors(path: Path, tensors: dict) -> None:
 
 def main(argv) -> None:
     """List the tensors of a model: file, offset, dtype, name, shape."""
-    (path,) = config.arguments(argv, "MODEL")
+    (path,) = program.arguments(argv, "MODEL")
     for name, stored in locate(Path(path)).items():
         dtype = str(stored.dtype)
         print(f"{stored.file.name}  {stored.offset:>14,}  {dtype:14}  {name} {stored.shape}")
 
 
 if __name__ == "__main__":
-    config.run(main)
+    program.run(main)

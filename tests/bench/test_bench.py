@@ -44,7 +44,7 @@ import sys
 from bench import __main__ as door
 try:
     door.main(["compare"])
-except door.config.UserError as error:
+except door.program.UserError as error:
     print(error, *sys.modules)
 """
 

@@ -7,7 +7,7 @@ import torch
 
 import attention
 from bench import attention as bench_attention
-from config import UserError
+from program import UserError
 
 
 def test_attention_tflops_by_hand():

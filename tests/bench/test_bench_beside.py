@@ -8,8 +8,9 @@ import torch
 from conftest import ROOT
 
 from bench import beside
-from config import MPTConfig, UserError
+from config import MPTConfig
 from processes import Pool
+from program import UserError
 
 TINY = """
     --n_layers=1 --d_model=32 --n_heads=2 --max_seq_len=16 --vocab_size=64 --precision=fp32

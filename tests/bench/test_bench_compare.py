@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, clean_environment
 
 from bench import compare
-from config import UserError
+from program import UserError
 
 # LLM Foundry's published row of MPT-1B on 8 H100: 45,455 tokens/s and 413 TFLOP/s a device, MFU
 # 41.82 % of 989.5.

@@ -19,10 +19,11 @@ import config
 import devices
 from bench import attention, first_night, generate, night_report, train
 from bench import machine as bench_machine
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from lessons import lost_rank
 from planning import memory, step_time
 from planning.fleet import Fleet
+from program import UserError
 
 
 def facts_of(count, name, arch, memory_gb, **more):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bench import machine as bench_machine
-from config import UserError
+from program import UserError
 
 TINY = ["--seconds=0.001", "--device=cpu", "--out=results/machine.json"]
 COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce", "send_recv"]

@@ -8,7 +8,7 @@ from conftest import ROOT, TORCHRUN, launch
 
 from bench import train as bench_train
 from bench.compare import PARTS
-from config import UserError
+from program import UserError
 
 TINY = """
     --n_layers=2 --d_model=32 --n_heads=4 --max_seq_len=16 --rounds=3 --steps=1 --vocab_size=97

@@ -226,8 +226,8 @@ def test_the_other_wording_is_lm_evals_own(name, hub, lm_eval_tasks):
 def test_the_hub_cannot_be_reached(tmp_path):
     """In a process that must stay offline, with an empty cache."""
     pytest.importorskip("datasets")
-    code = "import config; from evaluation import tasks; "
-    code += "config.run(lambda argv: tasks.load('boolq'))"
+    code = "import program; from evaluation import tasks; "
+    code += "program.run(lambda argv: tasks.load('boolq'))"
     env = rooms_on_path() | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

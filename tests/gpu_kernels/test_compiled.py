@@ -9,9 +9,9 @@ triton = pytest.importorskip("triton", reason="the kernels need triton: see requ
 import triton.language as tl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from config import UserError  # noqa: E402
 from gpu_kernels import compiled  # noqa: E402
 from gpu_kernels.compiled import LIMITS, Facts, occupancy  # noqa: E402
+from program import UserError  # noqa: E402
 
 # --- Occupancy
 

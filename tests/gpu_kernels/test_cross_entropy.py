@@ -15,9 +15,9 @@ triton = pytest.importorskip("triton", reason="the kernels need triton: see requ
 from test_launch_table import FEW_CHIPS, SHARED, UNLESS_CHANGED  # noqa: E402
 
 import loss as loss_file  # noqa: E402
-from config import UserError  # noqa: E402
 from gpu_kernels import cross_entropy as kernels  # noqa: E402
 from loss import IGNORE  # noqa: E402
+from program import UserError  # noqa: E402
 
 # The interpreter truncates to bf16, where a GPU rounds.
 GRADIENT_LIMITS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}

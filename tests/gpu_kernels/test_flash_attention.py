@@ -17,10 +17,11 @@ pytest.importorskip("triton", reason="the kernels need triton: see requirements-
 
 import parallel  # noqa: E402
 from attention import alibi_slopes, attention  # noqa: E402
-from config import MPTConfig, TrainConfig, UserError  # noqa: E402
+from config import MPTConfig, TrainConfig
 from gpu_kernels import flash_attention as kernels  # noqa: E402
 from gpu_kernels import launch_table  # noqa: E402
 from model import MPT, Positions, init_weights  # noqa: E402
+from program import UserError
 
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}  # relative to the largest exact value
 

@@ -23,10 +23,10 @@ from conftest import ROOT, Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
-from config import UserError  # noqa: E402
 from gpu_kernels import compiled, launch_table  # noqa: E402
 from gpu_kernels.compiled import LIMITS, attention_binary, warp_size  # noqa: E402
 from gpu_kernels.launch_table import LAUNCH, SAME_ROWS, UNKNOWN, row_for  # noqa: E402
+from program import UserError  # noqa: E402
 
 # Shared memory that a block may take, bytes.
 SHARED = {arch: limits.shared_block for arch, limits in LIMITS.items()}

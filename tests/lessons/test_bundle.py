@@ -9,8 +9,8 @@ import pytest
 from conftest import ROOT, clean_environment
 
 import install
-from config import UserError
 from lessons import bundle
+from program import UserError
 
 # A network namespace without any route; only 127.0.0.1 is there, as on a laptop in a train.
 ALONE = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]

@@ -15,9 +15,9 @@ import pytest
 from conftest import PATIENCE, flags_for, launch, rooms_on_path
 from test_checkpoint import made_up
 
-from config import UserError
 from lessons import elastic
 from lifecycle import runlog
+from program import UserError
 
 SMALL = """
     --d_model=16 --n_heads=2 --n_layers=4 --vocab_size=257 --max_seq_len=16 --eval_tokens=2000

@@ -10,9 +10,10 @@ from conftest import ROOT, launch
 
 import config
 import lora
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from lessons import finetuned, questions, spectrum
 from model import MPT
+from program import UserError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARGUMENTS = ["", "x", "x, y", "x, y, z"]

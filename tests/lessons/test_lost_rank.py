@@ -5,8 +5,8 @@ import re
 import pytest
 from conftest import launch
 
-from config import UserError
 from lessons import lost_rank
+from program import UserError
 
 
 @pytest.mark.long

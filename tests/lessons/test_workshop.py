@@ -10,8 +10,8 @@ import torch
 from conftest import ROOT, clean_environment
 from wrong_answers import WRONG
 
-from config import UserError
 from lessons import answers, pictures, scaling_runs, workshop
+from program import UserError
 
 LESSONS = workshop.lesson_paths()
 RIGHT = [workshop.HERE / "solutions" / path.name for path in LESSONS]

@@ -5,10 +5,11 @@ import signal
 
 import pytest
 
-from config import TrainConfig, UserError, load
+from config import TrainConfig, load
 from lifecycle import cadence
 from lifecycle.cadence import Cadence
 from lifecycle.reporter import StepConsensus
+from program import UserError
 
 
 def steps_with(is_due, max_steps=10):

@@ -10,9 +10,9 @@ from conftest import flags_for
 from launches import FLAGS, FOREVER, Job, wait_for
 
 import fsdp_train
-from config import UserError
 from lessons.elastic import steps_done
 from lifecycle import lease as leases
+from program import UserError
 
 
 def taken(run_dir, **other) -> leases.Lease:

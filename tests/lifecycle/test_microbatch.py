@@ -22,10 +22,10 @@ from launches import Job, train_here, wait_for
 import config
 import fsdp_train
 import processes
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from fsdp_train import train_step
 from lifecycle import microbatch
-from program import out_of_memory
+from program import UserError, out_of_memory
 
 # With 4 heads one sequence takes about 40 MB of scores (T x T) and what is made of them; a process
 # before its first step 0.3 GB. Two runs or two machines differ by up to 0.1 GB. So the tests with a

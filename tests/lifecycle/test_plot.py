@@ -9,8 +9,8 @@ import re
 import pytest
 from conftest import ROOT, launch
 
-from config import UserError
 from lifecycle import plot
+from program import UserError
 
 PICTURES = importlib.util.find_spec("matplotlib") is not None
 HASH = {1: "aa", 2: "bb", 3: "cc", 4: "dd"}

@@ -21,8 +21,9 @@ from test_parallel import MODEL, RUN
 
 import checkpoint
 import config
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from lifecycle import resume, runlog
+from program import UserError
 from storage import checkpoint_files
 
 # -------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from lifecycle import plot, runlog
 from lifecycle.lease import Lease
+from program import UserError
 
 
 def row(step, **more):

@@ -24,10 +24,9 @@ import checkpoint
 import data
 import fsdp_train
 import model
-from config import UserError
 from lessons.elastic import steps_done
 from lifecycle import lease
-from program import RESUME_ME
+from program import RESUME_ME, UserError
 
 LAYOUTS = {"dp": (2, []), "tp 2 x pp 2": (4, ["--tp=2", "--pp=2"])}
 

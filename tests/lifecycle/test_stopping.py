@@ -19,9 +19,10 @@ from test_scenarios import poisoned
 import checkpoint
 import config
 import fsdp_train
-from config import TrainConfig, UserError
+from config import TrainConfig
 from lessons.elastic import steps_done
 from lifecycle import runlog
+from program import UserError
 
 
 @pytest.fixture

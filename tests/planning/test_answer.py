@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import plan
-from config import UserError
 from planning import answer, certainty
 from planning.answer import Row
+from program import UserError
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 MPT7B, LORA = str(CONFIGS / "mpt7b.py"), str(CONFIGS / "lora_mpt7b.py")

@@ -7,9 +7,10 @@ import torch
 from conftest import ROOT
 
 import devices
-from config import MPTConfig, UserError
+from config import MPTConfig
 from model import MPT
 from planning import decode_time
+from program import UserError
 
 MPT7B = str(ROOT / "configs" / "mpt7b.py")
 A100 = devices.by_name("a100-80gb")

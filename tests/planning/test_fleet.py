@@ -4,9 +4,9 @@ import pytest
 
 import config
 import devices
-from config import UserError
 from planning import fleet
 from planning.fleet import MACHINES, FleetArgs, fleet_of
+from program import UserError
 
 
 def test_every_machine_is_a_fleet_of_its_own_figures():

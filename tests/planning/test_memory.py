@@ -13,9 +13,10 @@ import devices
 import flops
 import loss
 import tensor_parallel
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from model import MPT
 from planning import memory
+from program import UserError
 
 CONFIGS = ROOT / "configs"
 # Parameters of MPT-1B: 24 (12 d^2 + 13 d) + 2 d + (50,368 + 2,048) d, d = 2,048

@@ -68,7 +68,7 @@ def test_memory_by_sharding_where_nodes_do_not_divide_the_ranks(drawn):
 
 def test_without_matplotlib_one_line_says_what_to_install():
     code = (
-        "import sys; sys.modules['matplotlib'] = None; import config, plan; config.run(plan.main)"
+        "import sys; sys.modules['matplotlib'] = None; import plan, program; program.run(plan.main)"
     )
     command = [sys.executable, "-c", code, *QUESTION]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -12,10 +12,11 @@ import pytest
 
 import config
 import devices
-from config import SHARDING_MODES, MPTConfig, TrainConfig, UserError, stage_sizes
+from config import SHARDING_MODES, MPTConfig, TrainConfig, stage_sizes
 from planning import budget, memory, search, step_time
 from planning.fleet import Fleet
 from planning.search import LayoutArgs, Question
+from program import UserError
 
 ROOT = Path(__file__).parent.parent.parent
 MPT7B = str(ROOT / "configs/mpt7b.py")

@@ -8,10 +8,11 @@ from tracing.live_bytes import two_steps
 from tracing.tracer import Tracer
 
 import devices
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from planning import step_time
 from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime
+from program import UserError
 
 A100 = devices.by_name("a100")
 MI250 = devices.by_name("mi250")

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from test_decoder import TINY, model, random_ids
 
 import lora
-from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
+from config import LINEAR_LAYERS, MPTConfig, TrainConfig
 from model import seeded
+from program import UserError
 from serving.adapters import BASE, AdapterBank, bank_for, layers_of, write_random
 from serving.decoder import Decoder
 from serving.packed_linear import can_pack

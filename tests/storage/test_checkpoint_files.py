@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import checkpoint
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from model import MPT
+from program import UserError
 from storage.checkpoint_files import (
     cause_of,
     find_damage,

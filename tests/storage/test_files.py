@@ -109,9 +109,6 @@ def test_columns_of_renamed_settings_get_their_new_names(tmp_path):
     (tmp_path / "old.csv").write_text("checkpoint_every,ranks\n2,8\n")
     rows = files.read_csv(tmp_path / "old.csv", ["recompute_every"])
     assert rows == [{"recompute_every": "2", "ranks": "8"}]
-    (tmp_path / "both.csv").write_text("checkpoint_every,recompute_every\n2,3\n")
-    message = refusal(files.read_csv, tmp_path / "both.csv")
-    assert "both.csv sets checkpoint_every and recompute_every" in message
 
 
 def test_tables(tmp_path):

@@ -10,7 +10,8 @@ from conftest import byte_level, refusal, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import TrainConfig, UserError
+from config import TrainConfig
+from program import UserError
 from text import chat, corpus
 from text import tokenizer as tokenizers
 from text.chat import RowFormat, Template, Turn, load_template, make_rows, turns_of

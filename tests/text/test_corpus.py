@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE, json_lines, refusal, rooms_on_path, words_of
 
-from config import UserError
+from program import UserError
 from text import corpus
 from text.corpus import documents
 

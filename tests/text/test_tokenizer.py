@@ -15,7 +15,7 @@ from conftest import ROOT, VOCAB_BPE, byte_level, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import UserError
+from program import UserError
 from text import tokenizer
 from text.tokenizer import BYTES, END_OF_TEXT, load, train_bpe
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import checkpoint
 import parallel
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 from model import MPT, init_weights
+from program import UserError
 from storage import checkpoint_files, files
 from tensor_parallel import WHOLE
 from weights import hf, hf_config, load, tensor_files

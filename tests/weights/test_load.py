@@ -12,8 +12,9 @@ from test_checkpoint import made_up
 from test_hf import SMALL, build, empty, relative_error, same_weights, tokens
 
 import parallel
-from config import TrainConfig, UserError
+from config import TrainConfig
 from model import MPT
+from program import UserError
 from text import tokenizer as tokenizers
 from weights import hf, hf_tokenizer, load
 

@@ -17,10 +17,11 @@ from test_hf import LIKE_TRANSFORMERS, SMALL, build, relative_error, tokens
 import checkpoint
 import generate
 import lora
-from config import LINEAR_LAYERS, TrainConfig, UserError
+from config import LINEAR_LAYERS, TrainConfig
 from evaluation import zero_shot
 from evaluation.results import fingerprint
 from lifecycle import runlog
+from program import UserError
 from serving.decoder import Decoder
 from storage.checkpoint_files import read_metadata
 from weights import adapters, hf, load, peft, tensor_files

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import refusal
 
-from config import UserError
+from program import UserError
 from weights import tensor_files
 
 GOOD = {
