@@ -51,7 +51,7 @@ def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precisio
         if applies and (asked == "auto" or recorded < asked):
             size, reason = recorded, f"{record['reason']} ({path})"
     if size == "auto":
-        size, reason = planned(model_cfg, cfg, world, precision)
+        size, reason = planned(model_cfg, cfg, world, precision, memory_of_a_rank(world))
     if reason and world.global_rank == 0:
         print(f"microbatch {size}, not {asked}: {reason}", flush=True)
     return size
@@ -77,14 +77,16 @@ def halve(
 # The formula
 
 
-def planned(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> tuple[int, str]:
-    """The largest size that fits by planning/memory.py, and why. A collective.
+def planned(
+    model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, n_bytes: float
+) -> tuple[int, str]:
+    """The largest size that fits by planning/memory.py, and why.
 
-    UserError if not even one sequence fits.
+    n_bytes: the memory of a rank, the same on all. UserError if not even one sequence fits.
     """
     from planning import memory  # here, since most runs do without
 
-    room = memory.ROOM * memory_of_a_rank(world)
+    room = memory.ROOM * n_bytes
     cfg = replace(cfg, device=world.device.type)
     if not cfg.shard_size:
         of_node = min(world.dp_size, max(1, world.local_size // cfg.tp))
