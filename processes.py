@@ -600,9 +600,9 @@ class PoolError(Exception):
     details: its traceback, if it had one.
     """
 
-    def __init__(self, words: str, details: str = "", no_memory: bool = False):
+    def __init__(self, words: str, details: str = ""):
         super().__init__(words)
-        self.details, self.no_memory = details, no_memory
+        self.details = details
 
 
 class Pool:
@@ -679,12 +679,12 @@ class Pool:
             self.fail(PoolError(*result))
         return result
 
-    def death(self, process) -> tuple[str, str, bool]:
+    def death(self, process) -> tuple[str, str]:
         """How a process ended that sent no answer: the arguments of a PoolError."""
         process.join(5)
         if process.exitcode == -signal.SIGKILL:  # the kernel does that when memory runs out
-            return "killed (out of memory?)", "", True
-        return f"its process ended with status {process.exitcode}", "", False
+            return "killed (out of memory?)", ""
+        return f"its process ended with status {process.exitcode}", ""
 
     def fail(self, error: PoolError) -> None:
         """End the processes and raise the error."""
@@ -736,13 +736,13 @@ def attempt(function, *args) -> tuple[bool, object]:
         return False, described(error)
 
 
-def described(error: BaseException) -> tuple[str, str, bool]:
+def described(error: BaseException) -> tuple[str, str]:
     """The arguments of a PoolError for this one."""
     details = "".join(traceback.format_exception(error))
     if any(out_of_memory(found) for found in (error, error.__cause__)):
-        return "out of memory", details, True
+        return "out of memory", details
     words = f"{type(error).__name__}: {error}"
-    return textwrap.shorten(words, 200, placeholder=" ..."), details, False
+    return textwrap.shorten(words, 200, placeholder=" ..."), details
 
 
 # -------------------------------------------------------------------------------------------------
