@@ -148,18 +148,15 @@ class Watchdog:
         self.file_thread = futures.ThreadPoolExecutor(1)
         stage = f"stage {world.pp_rank}, " if world.pp_size > 1 else ""
         self.name = stage + whoami(world.global_rank)
-        self.publish_first_values()
+        # All keys that others read, so that reading them never blocks.
+        rank = world.global_rank
+        values = {f"name {rank}": self.name, f"count {rank}": "0", f"line {rank}": ""}
+        if rank == 0:
+            values |= {"status": "", "hang": "", "lost": ""}
+        for key, value in values.items():
+            self.store.set(key, value)
         dist.barrier()
         self.name_of_rank_0 = self.store.get("name 0").decode()
-
-    def publish_first_values(self) -> None:
-        """All keys that others read, so that reading them never blocks."""
-        rank = self.world.global_rank
-        first_values = {f"name {rank}": self.name, f"count {rank}": "0", f"line {rank}": ""}
-        if rank == 0:
-            first_values |= {"status": "", "hang": "", "lost": ""}
-        for key, value in first_values.items():
-            self.store.set(key, value)
 
     def __enter__(self):
         self.heartbeat()
