@@ -262,7 +262,7 @@ def decide_what_is_open(model_cfg: MPTConfig, cfg: TrainConfig, world, start: re
         from lifecycle import compiling
 
         cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, precision))
-    n_rows = microbatch.fit(model_cfg, cfg, world, precision, train_step)
+    n_rows = microbatch.fit(model_cfg, cfg, world, precision)
     return replace(cfg, microbatch_size=n_rows), precision, cadence
 
 

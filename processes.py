@@ -48,9 +48,6 @@ REPLY_TIMEOUT = 5  # seconds in which a thread of a living rank replies
 SHOWN = 8  # of many silent ranks, as many as a node has are named
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 DUPLICATE_GPU = "Duplicate GPU detected"  # an error of NCCL
-# Descriptions of groups whose operations the watchdog does not compare:
-BACKGROUND = "background"  # other threads than the main one use them
-STAGES = "stages"  # a stage sends to its neighbours only: those at the ends less than the others
 
 
 # -------------------------------------------------------------------------------------------------
@@ -136,7 +133,7 @@ def in_grid(world: World, tp: int, pp: int = 1) -> World:
     with in_time("connect the grid of ranks"):
         pp_group = None
         if pp > 1:
-            pp_group = group_of(grid[:, dp_rank, tp_rank].tolist(), world.timeout, STAGES)
+            pp_group = group_of(grid[:, dp_rank, tp_rank].tolist(), world.timeout)
         dp_group = group_along(grid[pp_rank, :, tp_rank], world)
         tp_group = group_along(grid[pp_rank, dp_rank], world)
     return replace(
@@ -178,16 +175,14 @@ def group_along(line: torch.Tensor, world: World) -> dist.ProcessGroup | None:
     return group_of(line.tolist(), world.timeout)
 
 
-def group_of(ranks, timeout: timedelta, description: str | None = None) -> dist.ProcessGroup:
+def group_of(ranks, timeout: timedelta) -> dist.ProcessGroup:
     """A group of some ranks, of which this is one. Only they call it, and wait for one another.
 
     torch's init_device_mesh makes all groups in turn, while every rank waits for each. These groups
     are named after their ranks and the number of groups that this rank is in: all ranks of a group
     must have made equally many before.
     """
-    return dist.new_group(
-        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description
-    )
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -> torch.device:
@@ -515,7 +510,7 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
     if dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros(1))  # wait for all: a rank that is late after this is lost
     with in_time("connect a new group"):
-        return dist.new_group(backend="gloo", timeout=timeout, group_desc=BACKGROUND)
+        return dist.new_group(backend="gloo", timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -603,9 +598,9 @@ class PoolError(Exception):
     details: its traceback, if it had one.
     """
 
-    def __init__(self, words: str, details: str = "", no_memory: bool = False):
+    def __init__(self, words: str, details: str = ""):
         super().__init__(words)
-        self.details, self.no_memory = details, no_memory
+        self.details = details
 
 
 class Pool:
@@ -682,12 +677,12 @@ class Pool:
             self.fail(PoolError(*result))
         return result
 
-    def death(self, process) -> tuple[str, str, bool]:
+    def death(self, process) -> tuple[str, str]:
         """How a process ended that sent no answer: the arguments of a PoolError."""
         process.join(5)
         if process.exitcode == -signal.SIGKILL:  # the kernel does that when memory runs out
-            return "killed (out of memory?)", "", True
-        return f"its process ended with status {process.exitcode}", "", False
+            return "killed (out of memory?)", ""
+        return f"its process ended with status {process.exitcode}", ""
 
     def fail(self, error: PoolError) -> None:
         """End the processes and raise the error."""
@@ -739,13 +734,13 @@ def attempt(function, *args) -> tuple[bool, object]:
         return False, described(error)
 
 
-def described(error: BaseException) -> tuple[str, str, bool]:
+def described(error: BaseException) -> tuple[str, str]:
     """The arguments of a PoolError for this one."""
     details = "".join(traceback.format_exception(error))
     if any(out_of_memory(found) for found in (error, error.__cause__)):
-        return "out of memory", details, True
+        return "out of memory", details
     words = f"{type(error).__name__}: {error}"
-    return textwrap.shorten(words, 200, placeholder=" ..."), details, False
+    return textwrap.shorten(words, 200, placeholder=" ..."), details
 
 
 # -------------------------------------------------------------------------------------------------

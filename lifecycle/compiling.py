@@ -57,8 +57,8 @@ def compiler_fault(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
         if not (isinstance(error, UserError) or program.out_of_memory(error)):
             cause = getattr(error, "inner_exception", error)
             fault = program.one_line(cause) or type(error).__name__
-    # The run begins with a fresh compiler: to this one, another number of rows would be a sign
-    # that it changes all the time. And with free memory: lifecycle/microbatch.py may try what fits.
+    # The run begins with a fresh compiler, to which another number of rows is no sign that it
+    # changes all the time, and with free memory.
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()

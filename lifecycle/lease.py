@@ -65,36 +65,22 @@ class Lease:
 
     def require_free(self) -> None:
         """Lock the file if possible. UserError if another run owns the folder."""
-        lock_error = self.try_lock()
-        before = read_lease(self.path)
-        on_this_host = before is not None and before["host"] == self.me["host"]
-        held_here = lock_error is not None and on_this_host
-        # A run that took the lock a moment ago has not written its name yet.
-        unnamed = isinstance(lock_error, BlockingIOError) and not before
-        if held_here or unnamed:
-            raise UserError(self.refusal())
-        if before and not on_this_host:  # whether or not this file system shares locks
-            self.require_no_heartbeat(before)
-
-    def try_lock(self) -> OSError | None:
-        """Lock the file. Returns a BlockingIOError if another run has the lock.
-
-        Another OSError means that this file system has no locks.
-        """
+        lock_error = None  # BlockingIOError: another run has it; else this file system has no locks
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            return error
-        return None
-
-    def require_no_heartbeat(self, before: dict) -> None:
-        """Watch a lease of another machine. UserError if it changes: its owner is alive."""
-        seconds = 3 * BEAT
-        wait = f"waiting {seconds} s to see whether it is alive"
-        print(f"{self.run_dir} is {owner(before)}: {wait}", flush=True)
-        time.sleep(seconds)
-        if read_lease(self.path) != before:
-            raise UserError(self.refusal())
+            lock_error = error
+        before = read_lease(self.path)
+        on_this_host = before is not None and before["host"] == self.me["host"]
+        # A run that took the lock a moment ago has not written its name yet.
+        unnamed = isinstance(lock_error, BlockingIOError) and not before
+        require(not unnamed and not (lock_error and on_this_host), self.refusal())
+        if before and not on_this_host:  # whether or not this file system shares locks
+            seconds = 3 * BEAT
+            wait = f"waiting {seconds} s to see whether it is alive"
+            print(f"{self.run_dir} is {owner(before)}: {wait}", flush=True)
+            time.sleep(seconds)
+            require(read_lease(self.path) == before, self.refusal())
 
     def refusal(self) -> str:
         """The message of a run that finds the folder taken."""
@@ -148,9 +134,7 @@ def read_lease(path: Path) -> dict | None:
     fields = {"host": str, "pid": int, "job": (str, type(None)), "beat": int}
     try:
         return files.read_json(path, dict, fields)
-    except FileNotFoundError:  # never taken
-        return None
-    except UserError:  # released, or damaged by a power failure
+    except (FileNotFoundError, UserError):  # never taken; released, or damaged by a power failure
         return None
 
 

@@ -2,79 +2,60 @@
 
     memory of a step = weights, gradients, Adam's state + microbatch x activations of a sequence
 
-planning/memory.py estimates this; here it is tried, before step 0. Each rank starts a trial
-process, and together these build the model and take two steps. Why not try in the run itself: a
-rank that runs out of memory cannot undo its step while the others wait for it in a collective.
-Trial processes can simply be killed.
+`--microbatch_size=auto` starts with what fits by the formulas of planning/memory.py. If a run is
+out of memory all the same, `halve` records half of its microbatch in RUN_DIR/microbatch.json, and
+the run exits; the next start under the same circumstances uses that. Why not try again in the run
+itself: a rank that runs out of memory cannot undo its step while the others wait for it in a
+collective. Neither the loss nor the order of the data depends on the microbatch.
 
-The result is recorded in RUN_DIR/microbatch.json, for the next start under the same circumstances.
-If a run runs out of memory later, `halve` records half of it and the run exits; the next start uses
-that. Neither the loss nor the order of the data depends on the microbatch.
-
-A trial does not include what a run needs besides its steps, such as the copy of the weights while a
-checkpoint is written.
-
-Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`;
 `python -m lifecycle.microbatch runs/mpt1b` shows what is recorded.
 """
 
-import collections
-import contextlib
 import json
 import os
-import signal
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import attention
 import config
 import devices
 import parallel
 import processes
 import program
 from config import MPTConfig, TrainConfig
-from lifecycle import runlog
 from program import UserError, require
 from storage import files
 
 RECORD = "microbatch.json"
 SIZES = (32, 16, 8, 4, 2, 1)
-# The states of a trial process.
-RUNNING, FITS, NO_MEMORY, FAILED = "running", "fits", "out of memory", "failed"
-INTERVAL = 0.3  # seconds between two looks at the trial processes
-GRACE = 3.0  # seconds for the cause of a failure to show, which may be on another rank
+FUSED = ("sdpa", "flex", "triton")  # attention that keeps no scores
 HELP = (
     "set --activation_checkpointing=full, or --sharding=FULL_SHARD on more ranks; "
     "python -m planning.memory shows what helps"
 )
 
 
-def fit(
-    model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, train_step
-) -> int:
-    """The microbatch size to train with. A collective, called before anything large is in memory.
+def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str) -> int:
+    """The microbatch size to train with. A collective.
 
-    It is cfg.microbatch_size, unless that is "auto" or more than what is recorded to fit. The trial
-    runs `train_step`, that of fsdp_train.py. UserError if nothing fits.
+    It is cfg.microbatch_size, unless that is "auto" or more than what is recorded to fit.
     """
     asked = cfg.microbatch_size
     circumstances = circumstances_of(model_cfg, cfg, world, precision)
     path = Path(cfg.run_dir, RECORD)
+    size, reason = asked, ""
     for record in processes.rank_zero_decides(lambda: read(path)):
-        size = record["microbatch_size"]
+        recorded = record["microbatch_size"]
         applies = record["circumstances"] == circumstances
-        if applies and (asked == "auto" or size < asked):
-            if world.global_rank == 0:
-                print(f"microbatch {size}, not {asked}: {record['reason']} ({path})", flush=True)
-            return size
-    if asked != "auto":
-        return asked
-    size = search(model_cfg, cfg, world, precision, train_step)
-    reason = "the largest that fits"
-    processes.rank_zero_decides(lambda: write(cfg, circumstances, size, reason))
+        if applies and (asked == "auto" or recorded < asked):
+            size, reason = recorded, f"{record['reason']} ({path})"
+    if size == "auto":
+        size, reason = planned(model_cfg, cfg, world, precision, memory_of_a_rank(world))
+    if reason and world.global_rank == 0:
+        print(f"microbatch {size}, not {asked}: {reason}", flush=True)
     return size
 
 
@@ -92,6 +73,76 @@ def halve(
     circumstances = circumstances_of(model_cfg, cfg, world, precision)
     write(cfg, circumstances, half, reason)
     return half
+
+
+# -------------------------------------------------------------------------------------------------
+# The formula
+
+
+def planned(
+    model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, n_bytes: float
+) -> tuple[int, str]:
+    """The largest size that fits by planning/memory.py, and why.
+
+    n_bytes: the memory of a rank, the same on all. UserError if not even one sequence fits.
+    """
+    from planning import memory  # here, since most runs do without
+
+    room = memory.ROOM * n_bytes
+    cfg = replace(cfg, device=world.device.type)
+    if not cfg.shard_size:
+        of_node = min(world.dp_size, max(1, world.local_size // cfg.tp))
+        cfg = replace(cfg, shard_size=of_node)
+    implementation = attention.choose(
+        model_cfg.attn_impl,
+        world.device,
+        parallel.DTYPES[precision],
+        model_cfg.head_dim,
+        model_cfg.alibi,
+        model_cfg.attn_pdrop,
+    )
+    scores = 0  # bytes of a sequence
+    if implementation not in FUSED:  # three tensors (heads, T, T) in fp32 of each block, at most
+        heads, layers = model_cfg.n_heads / cfg.tp, model_cfg.n_layers / cfg.pp
+        scores = 3 * 4 * heads * layers * model_cfg.max_seq_len**2
+        implementation = "sdpa"
+    model_cfg = replace(model_cfg, attn_impl=implementation)
+    by_formula = "by the formulas of planning.memory"
+    for size in sizes_to_try(cfg.global_batch_size // world.dp_size, cfg.pp):
+        sized = replace(cfg, microbatch_size=size)
+        parts = memory.bytes_by_part(model_cfg, sized, world.global_size, precision)
+        peak = parts["peak"] + size * scores
+        if peak <= room:
+            return size, f"{peak / 1e9:.2g} GB of {room / 1e9:.3g} {by_formula}"
+    problem = f"a microbatch of 1 takes {peak / 1e9:.3g} GB {by_formula}, and a rank has"
+    fix = f"{HELP}; --microbatch_size=1 tries it all the same"
+    raise UserError(f"{problem} {room / 1e9:.3g} GB: {fix}", on_all_ranks=True)
+
+
+def sizes_to_try(rows_per_rank: int, stages: int) -> list[int]:
+    """Those of SIZES that the rows of a step allow, the largest first.
+
+    Larger microbatches are fewer, and the stages of a pipeline wait longer. So these get at least
+    four for each stage, which keeps the bubble below a fifth of a step; or microbatches of 1.
+    """
+    largest = rows_per_rank if stages == 1 else max(1, rows_per_rank // (4 * stages))
+    return [size for size in SIZES if size <= largest]
+
+
+def memory_of_a_rank(world) -> float:
+    """Bytes for a rank: those of its GPU, else its share of half of the machine's memory.
+
+    Half, since the kernel kills a process that takes too much, which then can record nothing. The
+    least of all ranks. A collective.
+    """
+    if world.device.type == "cuda":
+        _, n_bytes = torch.cuda.mem_get_info(world.device)
+    else:
+        n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 / world.local_size
+    least = torch.tensor(n_bytes, dtype=torch.float64)
+    if world.global_size > 1:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return least.item()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -121,31 +172,18 @@ def read(path: Path) -> list[dict]:
     """The records of a run, none if there is no such file. UserError if it is damaged."""
     if not os.path.lexists(path):
         return []
+    fields = {"microbatch_size": int, "reason": str, "circumstances": dict}
     records = files.read_json(path, list, fix="delete it")
     for record in records:
-        wrong = fault(record)
-        require(not wrong, f"{path} is damaged ({wrong}): delete it")
-        record["circumstances"] = with_current_names(record["circumstances"])
+        is_record = isinstance(record, dict) and not files.missing(record, fields)
+        is_sound = is_record and not files.wrong_type(record, fields)
+        is_sound = is_sound and record["microbatch_size"] > 0
+        require(is_sound, f"{path} is damaged ({files.shown(record)} is no record): delete it")
+        circumstances = config.renamed(record["circumstances"])
+        if isinstance(circumstances.get("model"), dict):
+            circumstances["model"] = config.renamed(circumstances["model"])
+        record["circumstances"] = circumstances
     return records
-
-
-def with_current_names(circumstances: dict) -> dict:
-    """The same circumstances with today's names of the settings, those of the model included."""
-    circumstances = config.renamed(circumstances)
-    if isinstance(circumstances.get("model"), dict):
-        circumstances["model"] = config.renamed(circumstances["model"])
-    return circumstances
-
-
-def fault(record) -> str:
-    """What is wrong with a record, "" if nothing."""
-    if not isinstance(record, dict):
-        return f"a record is {files.shown(record)}"
-    fields = {"microbatch_size": int, "reason": str, "circumstances": dict}
-    if wrong := files.missing(record, fields) or files.wrong_type(record, fields):
-        return wrong
-    size = record["microbatch_size"]
-    return "" if size > 0 else f"'microbatch_size' is {size}"
 
 
 def write(cfg: TrainConfig, circumstances: dict, size: int, reason: str) -> None:
@@ -158,148 +196,16 @@ def write(cfg: TrainConfig, circumstances: dict, size: int, reason: str) -> None
     files.write_atomically(path, text.encode())
 
 
-# -------------------------------------------------------------------------------------------------
-# The trial
-
-
-def sizes_to_try(rows_per_rank: int, stages: int) -> list[int]:
-    """Those of SIZES that the rows of a step allow, the largest first.
-
-    Larger microbatches are fewer, and the stages of a pipeline wait longer. So these get at least
-    four for each stage, which keeps the bubble below a fifth of a step; or microbatches of 1.
-    """
-    largest = rows_per_rank if stages == 1 else max(1, rows_per_rank // (4 * stages))
-    return [size for size in SIZES if size <= largest]
-
-
-def search(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, train_step) -> int:
-    """The largest size that fits on all ranks. A collective. UserError if none does."""
-    rows_per_rank = cfg.global_batch_size // world.dp_size
-    for size in sizes_to_try(rows_per_rank, cfg.pp):
-        trial_cfg = replace(cfg, microbatch_size=size)
-        fits, result = attempt(model_cfg, trial_cfg, world, precision, train_step)
-        if world.global_rank == 0:
-            print(f"microbatch {size}: {result}", flush=True)
-        if fits:
-            return size
-    raise UserError(f"a step does not fit into memory even with a microbatch of 1: {HELP}")
-
-
-def attempt(model_cfg, cfg: TrainConfig, world, precision: str, train_step) -> tuple[bool, str]:
-    """Start a trial process on each rank. Returns whether a step fits, and why. A collective."""
-    port = processes.rank_zero_decides(processes.free_port)  # on the host of rank 0
-    # The process is the same rank as this one, but does not belong to a torchrun around it.
-    environment = os.environ | {
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
-    pool = processes.Pool(
-        1, be_killed_first, threads=torch.get_num_threads(), environment=environment
-    )
-    try:
-        pool.send(trial, model_cfg, cfg, precision, train_step)
-        return watch(pool, world)
-    finally:
-        pool.stop()
-
-
-def watch(pool, world) -> tuple[bool, str]:
-    """Wait until the trial fits on all ranks, or one is out of memory. A collective.
-
-    UserError if a trial fails for another reason.
-    """
-    mine = RUNNING, 0.0, ""
-    reports = [None] * world.global_size
-    patience = GRACE
-    while patience > 0:
-        if mine[0] == RUNNING:
-            mine = report_of(pool)
-        dist.all_gather_object(reports, mine)
-        states = [state for state, _, _ in reports]
-        if NO_MEMORY in states:
-            where = f" on rank {states.index(NO_MEMORY)}" if world.global_size > 1 else ""
-            return False, NO_MEMORY + where
-        if states == [FITS] * world.global_size:
-            _, peak_gb, of_capacity = max(reports)
-            return True, f"fits, {peak_gb:.1f} GB{of_capacity} at the peak"
-        if FAILED in states:  # perhaps only because another rank was killed for lack of memory
-            patience -= INTERVAL
-        time.sleep(INTERVAL)
-    _, _, reason = reports[states.index(FAILED)]
-    raise UserError(f"the trial step failed: {reason}")
-
-
-def report_of(pool) -> tuple[str, float, str]:
-    """(state, GB at the peak, words) of a trial process."""
-    try:
-        answers = pool.answers(patience=0)
-    except processes.PoolError as error:
-        return NO_MEMORY if error.no_memory else FAILED, 0.0, str(error)
-    return (RUNNING, 0.0, "") if answers is None else answers[0]
-
-
-def be_killed_first() -> None:
-    """In a trial process: signals are for the parent to handle, and the kernel spares the parent if
-    it must kill a process for lack of memory."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # not Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def trial(_, *settings) -> tuple[str, float, str]:
-    """In a trial process: take two steps, and report as `report_of` says.
-
-    After a failure the process stays. If it ended, other ranks would report that it is gone, and
-    not why.
-    """
-    try:
-        return FITS, *two_steps(*settings)
-    except Exception as error:
-        words, _, no_memory = processes.described(error)
-        return NO_MEMORY if no_memory else FAILED, 0.0, words
-
-
-def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[float, str]:
-    """The peak memory of this rank in GB, and " of N" with the GB of its GPU, or "".
-
-    In the second step Adam's state is in memory, and in its second microbatch the gradients of the
-    first one, too. The first stage of a pipeline then has as many microbatches in memory as there
-    are stages. All weights are 0.01: they take as much memory as random ones, and less time.
-    """
-    world = processes.start(cfg.device, tp=cfg.tp, pp=cfg.pp)
-    model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed=None)
-    for param in model.parameters():
-        torch.nn.init.constant_(param, 0.01)
-    n_microbatches = cfg.pp + 1
-    n_rows = min(n_microbatches * cfg.microbatch_size, cfg.global_batch_size // world.dp_size)
-    shape = n_rows, model_cfg.max_seq_len + 1
-    rows = torch.randint(model_cfg.vocab_size, shape, device=world.device)
-    for step in range(2):
-        loss, _, _ = train_step(model, optimizer, rows, step, cfg, world, precision)
-        loss.item()  # waits for the device
-    of_capacity = ""
-    if world.device.type == "cuda":
-        _, capacity = torch.cuda.mem_get_info(world.device)
-        of_capacity = f" of {capacity / 1e9:.1f}"
-    return runlog.memory_gb(world.device), of_capacity
-
-
 def main(argv) -> None:
     """Print the microbatch sizes that are recorded in a run folder."""
-    program.arguments(argv, "RUN_DIR")
-    folder = Path(argv[0])
-    require(folder.is_dir(), f"no run folder {argv[0]!r}: give one, such as runs/demo")
-    records = read(folder / RECORD)
+    (folder,) = program.arguments(argv, "RUN_DIR")
+    require(Path(folder).is_dir(), f"no run folder {folder!r}: give one, such as runs/demo")
+    records = read(Path(folder, RECORD))
     for record in records:
-        circumstances = collections.defaultdict(lambda: "?", record["circumstances"])
-        where = "{ranks} x {device}, {precision}, {sharding}".format_map(circumstances)
-        for name in ("tp", "pp", "lora_rank"):
-            if name in circumstances:
-                where += f", {name} {circumstances[name]}"
-        print(f"{where}: microbatch {record['microbatch_size']}, {record['reason']}")
+        words = [f"{k} {v}" for k, v in record["circumstances"].items() if k != "model"]
+        print(f"microbatch {record['microbatch_size']}, {record['reason']}: {', '.join(words)}")
     if not records:
-        print(f"no microbatch is recorded in {argv[0]}")
+        print(f"no microbatch is recorded in {folder}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import string
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import config
 import program
@@ -105,22 +105,16 @@ def restart_labels(folder: str) -> dict[int, str]:
         launch_from = {step: earlier for step, earlier in launch_from.items() if step < first}
         launch_from[first] = launch
 
-    labels = {}
-    before = None
+    labels, before = {}, None
     for first, launch in launch_from.items():
-        ranks = launch.get("ranks")
-        labels[first] = restart_label(before, ranks, launch.get("tp", 1), launch.get("pp", 1))
-        before = ranks
+        ranks, tp, pp = launch.get("ranks"), launch.get("tp", 1), launch.get("pp", 1)
+        label = "restart"  # the number of ranks is not on record
+        if ranks:
+            was = f"{before} -> " * (before not in (None, ranks))
+            label = f"{was}{ranks} rank" + "s" * (ranks > 1)
+            label += f", tp {tp}" * (tp > 1) + f", pp {pp}" * (pp > 1)
+        labels[first], before = label, ranks
     return labels
-
-
-def restart_label(before: int | None, ranks: int | None, tp: int = 1, pp: int = 1) -> str:
-    """A restart in words. None: the number of ranks is not on record."""
-    if not ranks:
-        return "restart"
-    label = f"{ranks} rank{'s' if ranks != 1 else ''}"
-    label += f", tp {tp}" * (tp > 1) + f", pp {pp}" * (pp > 1)
-    return label if before in (None, ranks) else f"{before} -> {label}"
 
 
 def points(rows: list[dict], x: str, key: str) -> list[tuple]:
@@ -143,11 +137,8 @@ def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]
 def running_means(curve: list[tuple], window: int) -> list[tuple]:
     """Each value becomes the mean of the last `window` values up to it."""
     values = [value for _, value in curve]
-    means = []
-    for end, (x, _) in enumerate(curve, start=1):
-        recent = values[max(0, end - window) : end]
-        means.append((x, sum(recent) / len(recent)))
-    return means
+    recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [(x, sum(some) / len(some)) for (x, _), some in zip(curve, recent, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -159,73 +150,42 @@ def in_terminal(
 ) -> str:
     """The curves as text, `width` columns wide (0: as the terminal) and `height` lines high."""
     title, form = WHAT[what]
-    train_curves = []
-    val_curves = []
-    for run in runs:
-        train, val = curves(run, what, x)
-        train_curves.append(train)
-        val_curves.append(val)
-    all_points = list(itertools.chain(*train_curves, *val_curves))
+    drawn = [curves(run, what, x) for run in runs]
+    all_points = [point for train, val in drawn for point in [*train, *val]]
     if not all_points:
         return f"{title}: not known in {'this run' if len(runs) == 1 else 'these runs'}"
 
     right = max(x_value for x_value, _ in all_points)
     low = min(value for _, value in all_points)
     high = max(value for _, value in all_points)
-    labels = []  # on every fifth line
-    for line in range(height):
-        value = high - line * (high - low) / (height - 1)
-        labels.append(f"{value:{form}}" if line % 5 == 0 else "")
+    labels = [f"{high - line * (high - low) / (height - 1):{form}}" for line in range(height)]
+    labels = [label if line % 5 == 0 else "" for line, label in enumerate(labels)]
     margin = max(7, *map(len, labels))
     width = width or max(30, min(100, shutil.get_terminal_size().columns) - margin - 3)
 
-    scale = Scale(width, height, right, low, high)
-    grid = [[" "] * width for _ in range(height)]
-    for number, train in enumerate(train_curves):
-        put(grid, scale, number, train, DOTS)
-    for number, val in enumerate(val_curves):
-        put(grid, scale, number, val, LETTERS)
+    def column(x_value) -> int:
+        return round(x_value / max(right, 1) * (width - 1))
 
-    lines = []
-    for label, cells in zip(labels, grid, strict=True):
-        lines.append(f"{label:>{margin}} |{''.join(cells).rstrip()}")
+    grid = [[" "] * width for _ in range(height)]
+    marked = [(train, DOTS) for train, _ in drawn] + [(val, LETTERS) for _, val in drawn]
+    for number, (curve, marks) in enumerate(marked):
+        number %= len(runs)
+        for x_value, value in curve:
+            line = round((high - value) / ((high - low) or 1) * (height - 1))
+            # Where curves meet, their marks alternate.
+            is_free = grid[line][column(x_value)] not in marks
+            if is_free or column(x_value) % (number + 1) == 0:
+                grid[line][column(x_value)] = marks[number % len(marks)]
+
     axis = ["-"] * width
     for restart in itertools.chain(*(run.restarts for run in runs)):
         if restart[x] <= right:
-            axis[scale.column(restart[x])] = "^"
+            axis[column(restart[x])] = "^"
+    rows = zip(labels, grid, strict=True)
+    lines = [f"{label:>{margin}} |{''.join(cells).rstrip()}" for label, cells in rows]
     lines.append(" " * (margin + 1) + "+" + "".join(axis))
     lines.append(" " * (margin + 2) + "0" + f"{title}   {right:,} {X[x]}".rjust(width - 1))
     return "\n".join(lines)
-
-
-@dataclass
-class Scale:
-    """From values to columns and lines of the terminal."""
-
-    width: int
-    height: int
-    right: float  # the largest x; the smallest is 0
-    low: float
-    high: float
-
-    def column(self, x_value: float) -> int:
-        """The column of an x value, from the left."""
-        return round(x_value / max(self.right, 1) * (self.width - 1))
-
-    def line(self, value: float) -> int:
-        """The line of a value, from the top."""
-        span = (self.high - self.low) or 1
-        return round((self.high - value) / span * (self.height - 1))
-
-
-def put(grid: list[list[str]], scale: Scale, number: int, curve: list[tuple], marks: str) -> None:
-    """Put the curve of run `number` into the grid. Where curves meet, their marks alternate."""
-    for x_value, value in curve:
-        column = scale.column(x_value)
-        line = scale.line(value)
-        is_free = grid[line][column] not in marks
-        if is_free or column % (number + 1) == 0:
-            grid[line][column] = marks[number % len(marks)]
 
 
 def legend(runs: list[Run], validation: bool) -> str:
@@ -336,19 +296,15 @@ def draw_restarts(axes, runs: list[Run], x: str, small: bool) -> None:
         for restart in run.restarts
     )
     left, right = axes.get_xlim()
-    width = right - left
-    distances = [b[0] - a[0] for a, b in itertools.pairwise(restarts)]
-    vertical = any(0.02 * width < distance < 0.12 * width for distance in distances)
-    font = {"rotation": 90, "fontsize": 7} if vertical else {"rotation": 0, "fontsize": 9}
-    above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
-
+    font = {"rotation": 90, "fontsize": 7, "ha": "center", "va": "bottom"}
     next_free = -math.inf  # where the next label has room
     for position, label, color in restarts:
         axes.axvline(position, color=color, linestyle=":", linewidth=1, alpha=0.5 if small else 0.8)
         if not small and position >= next_free:
+            above = {"xytext": (0, 3), "textcoords": "offset points"}
             top = {"xy": (position, 1), "xycoords": axes.get_xaxis_transform()}
             axes.annotate(label, **top, **above, **font, color=color)
-            next_free = position + 0.02 * width
+            next_free = position + 0.02 * (right - left)
 
 
 def label_axes(axes, what: str, x: str, small: bool) -> None:
@@ -361,10 +317,9 @@ def label_axes(axes, what: str, x: str, small: bool) -> None:
     axes.set_ylabel(title, fontsize=size)
     axes.tick_params(labelsize=size)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if what == "mfu":
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
-    if what == "tokens_per_second":
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    formats = {"mfu": PercentFormatter(1), "tokens_per_second": EngFormatter(sep="")}
+    if what in formats:
+        axes.yaxis.set_major_formatter(formats[what])
     axes.grid(alpha=0.3)
 
 
@@ -372,12 +327,11 @@ def label_axes(axes, what: str, x: str, small: bool) -> None:
 # Differences
 
 
-@dataclass
-class Difference:
+class Difference(NamedTuple):
     """|b - a| of two curves, nats per token, over the steps where both are finite."""
 
     largest: float  # NaN if no step is compared
-    step: int | None  # of the largest
+    step: int | str  # of the largest; "-" if no step is compared
     mean: float  # NaN if no step is compared
     steps: int  # compared: both are finite
     common: int  # in both curves
@@ -386,12 +340,11 @@ class Difference:
 def difference(a: list[dict], b: list[dict], key: str = "loss") -> Difference:
     """Compare rows that have "step" and `key`."""
     common = {row["step"] for row in a} & {row["step"] for row in b}
-    a_values = dict(points(a, "step", key))
-    b_values = dict(points(b, "step", key))
+    a_values, b_values = dict(points(a, "step", key)), dict(points(b, "step", key))
     compared = sorted(a_values.keys() & b_values.keys())
-    if not compared:
-        return Difference(math.nan, None, math.nan, 0, len(common))
     differences = {step: abs(b_values[step] - a_values[step]) for step in compared}
+    if not compared:
+        return Difference(math.nan, "-", math.nan, 0, len(common))
     step = max(differences, key=differences.get)
     mean = math.fsum(differences.values()) / len(compared)
     return Difference(differences[step], step, mean, len(compared), len(common))
@@ -410,9 +363,7 @@ def compare_batches(first: Run, other: Run) -> str:
         return f"different batches from step {different[0]}"
     if not recorded:
         return "batches not recorded"
-    if recorded == common:
-        return "the same batches"
-    return f"the same batches in the {len(recorded)} steps that record them"
+    return f"the same batches in {len(recorded)} of {len(common)} steps"
 
 
 def table_of_differences(runs: list[Run]) -> str:
@@ -427,9 +378,8 @@ def table_of_differences(runs: list[Run]) -> str:
         }
         for title, d in differences.items():
             if d.common:
-                step = "-" if d.step is None else d.step
                 steps = f"{d.steps} of {d.common}"
-                rows.append([run.folder, title, f"{d.largest:.3g}", step, f"{d.mean:.3g}", steps])
+                rows.append([run.folder, title, f"{d.largest:.3g}", d.step, f"{d.mean:.3g}", steps])
     heads = ["", "loss", "largest", "at step", "mean", "steps compared"]
     return "\n".join([f"difference from {first.folder}", *lines, program.table(heads, rows)])
 

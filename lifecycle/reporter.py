@@ -112,26 +112,19 @@ class Reporter:
         batch_hash = f"{batch_hash % 2**64:016x}"
         now = time.perf_counter()
         step_seconds, self.clock = now - self.clock, now
-        agreed = self.agree(own_seconds())
+        agreed = agree(
+            self.world,
+            stop_signal=self.guard.signals.stop_signal or self.log.stop_signal,
+            save=self.cadence.save_overdue(),
+            no_save_running=self.checkpointer.settled(),
+            seconds=own_seconds(),
+            memory_gb=runlog.memory_gb(self.world.device),
+        )
         agreed.bad_step = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
         self.log_row(step, loss, grad_norm, batch_hash, step_seconds, agreed)
         self.bad_steps.check()
         self.save_postponed = agreed.save and agreed.bad_step
         return agreed
-
-    def agree(self, own_seconds: float) -> StepConsensus:
-        """What the ranks agree on, from what this one wants now. A collective.
-
-        own_seconds: this rank's time outside collectives.
-        """
-        return agree(
-            self.world,
-            stop_signal=self.guard.signals.stop_signal or self.log.stop_signal,
-            save=self.cadence.save_overdue(),
-            no_save_running=self.checkpointer.settled(),
-            seconds=own_seconds,
-            memory_gb=runlog.memory_gb(self.world.device),
-        )
 
     def log_row(self, step, loss, grad_norm, batch_hash, step_seconds, agreed) -> None:
         """Log the row of one step."""
@@ -198,10 +191,7 @@ def flops_per_token(model_cfg: MPTConfig, cfg: TrainConfig) -> float:
 
 
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
-    """What is about to run, in eight lines, and a warning if planning does not know this model.
-
-    A run with adapters has one line more, as has one whose learning rate jumps.
-    """
+    """What is about to run, in eight lines; then what is unusual about it, and warnings."""
     n_params = flops.n_params(model_cfg)
     n_trained = trained_parameters(model_cfg, cfg)
     implementation = attention.choose(
@@ -212,31 +202,30 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         model_cfg.alibi,
         model_cfg.attn_pdrop,
     )
-    device = f"{world.global_size} x {devices.describe(world.device)}"
     speed = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
     _, reason = devices.choose_precision(cfg, world.device, start.precision, measures=False)
+    mesh = cfg.sharding
+    if cfg.tp > 1:
+        mesh += f", tp {cfg.tp}{' + sequence parallel' * cfg.sequence_parallel}"
+    if cfg.pp > 1:
+        mesh += f", pp {cfg.pp}"
     rows_per_rank = cfg.global_batch_size // world.dp_size
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
     bubble = f", {pipeline.bubble(cfg.pp, n_microbatches):.0%} bubble" if cfg.pp > 1 else ""
-    draws = start.seed_to_draw(cfg) is not None
-    next_line = "initializing the weights" if draws else "reading the weights"
-    if start.step == 0:
-        n_windows = data.n_evaluated(dataset.val, cfg.eval_tokens)
-        n_steps = math.ceil(n_windows / cfg.global_batch_size / 3)  # a forward is a third of a step
-        next_line += (
-            f", then a first evaluation of {n_windows * model_cfg.max_seq_len:,} tokens, which "
-            f"takes about as long as {n_steps:,} step{'s' * (n_steps > 1)}"
-        )
+    begins = f"starting from {cfg.init_from}" if cfg.init_from else "starting a new run"
+    if start.checkpoint:
+        begins = f"resuming from {start.checkpoint}"
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
         f"{implementation} attention{', compiled blocks' * cfg.compile}",
         *describe_adapters(cfg, n_trained, n_params),
-        f"{device}, {describe_mesh(cfg)}, {precision} ({reason}), {speed}",
+        f"{world.global_size} x {devices.describe(world.device)}, {mesh}, {precision} ({reason}), "
+        f"{speed}",
         describe_data(dataset, cfg),
         f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
-        f"{cfg.run_dir}: {describe_start(cfg, start)}",
+        f"{cfg.run_dir}: {begins}",
         *rate_note(cfg, start),
         planned_time(model_cfg, cfg, world, precision, peak, start.step),
         checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
@@ -244,9 +233,23 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         *batch_warning(cfg, world, dataset),
         *team_warning(cfg, world),
         *stage_warnings(cfg, world, n_microbatches),
-        next_line,
+        next_line(model_cfg, cfg, dataset, start),
     ]
     return "\n".join(lines)
+
+
+def next_line(model_cfg: MPTConfig, cfg: TrainConfig, dataset, start) -> str:
+    """What comes before the first step, and how long its evaluation takes."""
+    draws = start.seed_to_draw(cfg) is not None
+    words = "initializing the weights" if draws else "reading the weights"
+    if start.step > 0:
+        return words
+    n_windows = data.n_evaluated(dataset.val, cfg.eval_tokens)
+    n_steps = math.ceil(n_windows / cfg.global_batch_size / 3)  # a forward is a third of a step
+    return (
+        f"{words}, then a first evaluation of {n_windows * model_cfg.max_seq_len:,} tokens, which "
+        f"takes about as long as {n_steps:,} step{'s' * (n_steps > 1)}"
+    )
 
 
 def planned_time(
@@ -319,10 +322,7 @@ def trained_parameters(model_cfg: MPTConfig, cfg: TrainConfig) -> int:
 
 
 def describe_adapters(cfg: TrainConfig, n_trained: int, n_params: int) -> list[str]:
-    """A line about what a run with adapters trains, none for another run.
-
-    16,777,216 parameters are trained, 0.25% of the model's: adapters of rank 8 on Wqkv, ...
-    """
+    """A line about what a run with adapters trains, none for another run."""
     if not cfg.lora_rank:
         return []
     where = ", ".join(cfg.adapted_layers)
@@ -333,18 +333,12 @@ def describe_adapters(cfg: TrainConfig, n_trained: int, n_params: int) -> list[s
     return [f"{share}: adapters of rank {cfg.lora_rank} on {where}{also}"]
 
 
-def describe_mesh(cfg: TrainConfig) -> str:
-    """How the ranks divide the work: ZERO1, tp 2 + sequence parallel, pp 4"""
-    words = cfg.sharding
-    if cfg.tp > 1:
-        words += f", tp {cfg.tp}{' + sequence parallel' * cfg.sequence_parallel}"
-    if cfg.pp > 1:
-        words += f", pp {cfg.pp}"
-    return words
+# -------------------------------------------------------------------------------------------------
+# Notes and warnings: none, or a line or two
 
 
 def batch_warning(cfg: TrainConfig, world, dataset) -> list[str]:
-    """A line if the data has fewer windows than a batch, so that a step reads some repeatedly."""
+    """If the data has fewer windows than a batch, a step reads some repeatedly."""
     n_windows, batch = len(dataset.train), cfg.global_batch_size
     if batch <= n_windows:
         return []
@@ -355,52 +349,38 @@ def batch_warning(cfg: TrainConfig, world, dataset) -> list[str]:
 
 
 def team_warning(cfg: TrainConfig, world) -> list[str]:
-    """A line if some tensor ranks of a team are on another node than the others."""
+    """If some tensor ranks of a team are on another node than the others."""
     if world.local_size % cfg.tp == 0:
         return []
-    problem = f"tp {cfg.tp} on nodes of {world.local_size} ranks puts a team on several nodes"
-    why = "each layer waits at least four times in each microbatch for the network between them"
-    fix = f"--tp={math.gcd(cfg.tp, world.local_size)} stays within a node"
-    return [f"WARNING: {problem}, where {why}; {fix}"]
+    return [
+        f"WARNING: tp {cfg.tp} on nodes of {world.local_size} ranks puts a team on several nodes, "
+        "where each layer waits at least four times in each microbatch for the network between "
+        f"them; --tp={math.gcd(cfg.tp, world.local_size)} stays within a node"
+    ]
 
 
 def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
-    """Lines about stages that have too few microbatches, and about what sharding costs them."""
+    """If stages have too few microbatches; and what sharding costs them."""
     lines = []
     if n_microbatches < cfg.pp:
-        problem = f"{n_microbatches} microbatches never fill {cfg.pp} stages"
-        idle = f"each waits for {pipeline.bubble(cfg.pp, n_microbatches):.0%} of a step"
-        lines.append(f"WARNING: {problem}: {idle}; {more_microbatches(cfg, world)}")
+        rows_per_rank = cfg.global_batch_size // world.dp_size
+        fix = f"set --global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
+        if rows_per_rank >= cfg.pp:
+            fix = f"set --microbatch_size={rows_per_rank // cfg.pp}"
+        lines.append(
+            f"WARNING: {n_microbatches} microbatches never fill {cfg.pp} stages: each waits for "
+            f"{pipeline.bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
+        )
     if cfg.pp > 1 and world.dp_size > 1 and not cfg.sharding_mode.reduces_late:
-        cost = f"gathers a stage's weights in each of its {n_microbatches} microbatches"
-        better = "--sharding=ZERO1 does so once a step, and needs more memory"
-        lines.append(f"{cfg.sharding} {cost}; {better}")
+        lines.append(
+            f"{cfg.sharding} gathers a stage's weights in each of its {n_microbatches} "
+            "microbatches; --sharding=ZERO1 does so once a step, and needs more memory"
+        )
     return lines
 
 
-def more_microbatches(cfg: TrainConfig, world) -> str:
-    """The flags that give each stage a microbatch, in words."""
-    rows_per_rank = cfg.global_batch_size // world.dp_size
-    batch = f"--global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
-    if rows_per_rank < cfg.pp:
-        return f"set {batch}, or fewer stages"
-    return f"set --microbatch_size={rows_per_rank // cfg.pp}, or {batch}"
-
-
-def describe_start(cfg: TrainConfig, start) -> str:
-    """Where the run begins, in a few words."""
-    if start.checkpoint:
-        return f"resuming from {start.checkpoint}"
-    if cfg.init_from:
-        return f"starting from {cfg.init_from}"
-    return "starting a new run"
-
-
 def rate_note(cfg: TrainConfig, start) -> list[str]:
-    """A line if other settings than the checkpoint's make the learning rate jump.
-
-    note: the checkpoint has max_steps 12 (here 200): the learning rate goes from 3.66e-04 to ...
-    """
+    """If other settings than the checkpoint's make the learning rate jump."""
     if not 0 < start.step < cfg.max_steps:
         return []
     ours = asdict(cfg)
@@ -424,7 +404,7 @@ def rate_note(cfg: TrainConfig, start) -> list[str]:
 
 
 def parameter_warning(model_cfg: MPTConfig) -> list[str]:
-    """A line if the model has other parameters than flops.py and planning/memory.py count."""
+    """If the model has other parameters than flops.py and planning/memory.py count."""
     with torch.device("meta"):
         n_params = sum(param.numel() for param in MPT(model_cfg).parameters())
     planned = flops.n_params(model_cfg)

@@ -103,7 +103,13 @@ def choose(cfg: TrainConfig) -> Path | None:
         decides(functools.partial(require_not_imported, cfg.run_dir))
     is_damaged = any(kind == "damaged" for _, kind, _ in unfit)
     if is_damaged and not chosen and was_restarted():
-        raise UserError(nothing_sound(cfg.run_dir, unfit), on_all_ranks=True)
+        path, _, reason = unfit[0]
+        raise UserError(
+            f"{cfg.run_dir} has no sound checkpoint any more ({path} {reason}), and an automatic "
+            "restart does not begin a new run: put a sound one there, or give the command again by "
+            "hand to start at step 0",
+            on_all_ranks=True,
+        )
     lines = []
     for path, kind, reason in unfit:
         new_name = decides(functools.partial(checkpoint_files.put_aside, path, kind))
@@ -136,16 +142,6 @@ def newest_fit(cfg: TrainConfig) -> tuple[Path | None, list[tuple[Path, str, str
             return path, unfit
         unfit.append((path, kind, reason))
     return None, unfit
-
-
-def nothing_sound(run_dir: str, unfit: list[tuple[Path, str, str]]) -> str:
-    """The error of an automatic restart that finds no sound checkpoint."""
-    path, _, reason = unfit[0]
-    return (
-        f"{run_dir} has no sound checkpoint any more ({path} {reason}), and an automatic restart "
-        "does not begin a new run: put a sound one there, or give the command again by hand to "
-        "start at step 0"
-    )
 
 
 def require_not_imported(run_dir: str) -> None:
@@ -332,17 +328,16 @@ def demonstrate(argv) -> None:
     world = processes.start("cpu")
     paths = processes.rank_zero_decides(lambda: numbered(Path(argv[0]) / "checkpoints"))
     require(paths, f"no checkpoint in {argv[0]!r}: give a run folder, such as runs/demo")
-    any_damage = False
+    states = []
     for path in paths:
         try:
-            damage = verify(path)
+            states.append(verify(path) or "sound")
         except (UserError, OSError) as error:
-            damage = str(error)
-        any_damage = any_damage or bool(damage)
+            states.append(str(error))
         if world.global_rank == 0:
-            print(f"{path}: {damage or 'sound'}", flush=True)
+            print(f"{path}: {states[-1]}", flush=True)
     dist.barrier()
-    if any_damage:
+    if set(states) != {"sound"}:
         raise SystemExit(1)
 
 

@@ -25,6 +25,7 @@ Run `python -m lifecycle.runlog runs/demo` for a summary.
 
 import collections
 import datetime
+import itertools
 import json
 import math
 import os
@@ -42,7 +43,7 @@ import config
 import devices
 import processes
 import program
-from config import MPTConfig, TrainConfig
+from config import TrainConfig
 from program import UserError
 from storage import files
 
@@ -63,6 +64,14 @@ COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some
     "val_loss": float,
     "val_bits_per_byte": float,
     "icl": dict,
+}
+TASK_FIGURES = dict.fromkeys("foundry foundry_stderr chance acc nats_per_token".split(), float)
+LAUNCH = {  # what is read of launches.jsonl, with its types
+    "first_step": int,
+    "ranks": (int, type(None)),
+    "tp": int,
+    "pp": int,
+    "epoch_tokens": int,
 }
 SCREEN_SECONDS = 2  # between two steps on the screen, at least
 WINDOW = 500  # steps over which the time left is averaged; by default an evaluation is among them
@@ -88,32 +97,23 @@ class RunLog:
         self.shown_at = -math.inf  # when the last step was printed
         self.ends = collections.deque(maxlen=WINDOW)  # (step, when it ended) of this launch
 
-    def start(
-        self,
-        model_cfg: MPTConfig,
-        cfg: TrainConfig,
-        launch: dict,
-        tokenizer_file: Path,
-        first_step: int,
+    def start(self, *args) -> None:
+        """`write_start` on rank 0. A collective."""
+        processes.rank_zero_decides(lambda: self.write_start(*args))
+
+    def write_start(
+        self, model_cfg, cfg, launch: dict, tokenizer_file: Path, first_step: int
     ) -> None:
         """Write the settings and this launch; drop the rows of steps that will be repeated.
 
-        A collective. OSError or UserError, before anything is changed, if the metrics of an earlier
-        launch cannot be read.
+        OSError or UserError, before anything is changed, if the metrics of an earlier launch cannot
+        be read.
         """
-        processes.rank_zero_decides(
-            lambda: self.write_start(model_cfg, cfg, launch, tokenizer_file, first_step)
-        )
-
-    def write_start(self, model_cfg, cfg, launch, tokenizer_file, first_step) -> None:
-        """What `start` does on rank 0."""
         folder = self.path.parent
-        problem = f"{tokenizer_file} is a link"
-        program.require(
-            not tokenizer_file.is_symlink(), f"{problem}: put the file there that it points to"
-        )
+        fix = "put the file there that it points to"
+        program.require(not tokenizer_file.is_symlink(), f"{tokenizer_file} is a link: {fix}")
         folder.mkdir(parents=True, exist_ok=True)
-        rows, bad = read_rows(self.path) if os.path.lexists(self.path) else ([], [])
+        rows, bad = read_metrics(folder) if os.path.lexists(self.path) else ([], [])
         files.write_atomically(folder / "config.json", config.to_json(model_cfg, cfg).encode())
         if tokenizer_file.exists():
             files.write_atomically(folder / "tokenizer.json", tokenizer_file.read_bytes())
@@ -152,10 +152,9 @@ class RunLog:
             self.append(self.unwritten)
             self.unwritten = b""
         except OSError as error:
+            problem = f"cannot write {self.path} now ({error.strerror})"
             if not was_waiting:
-                self.say(
-                    f"cannot write {self.path} now ({error.strerror}): its rows wait in memory"
-                )
+                self.say(f"{problem}: its rows wait in memory")
 
     def show(self, row: dict, always: bool) -> None:
         """Print a row; a step, unless `always`, only SCREEN_SECONDS after the one printed before.
@@ -265,12 +264,16 @@ def remove_leftovers(run_dir) -> None:
 def keep_damaged(path: Path) -> Path:
     """Copy a file to NAME.damaged, or NAME.damaged-2 and so on if that exists."""
     aside = path.with_name(f"{path.name}.damaged")
-    copy = 1
-    while os.path.lexists(aside):
-        copy += 1
-        aside = path.with_name(f"{path.name}.damaged-{copy}")
+    if os.path.lexists(aside):
+        aside = free_name(aside, 2)
     files.write_atomically(aside, path.read_bytes())
     return aside
+
+
+def free_name(path: Path, first: int) -> Path:
+    """PATH-first, or the next number under which nothing is there."""
+    names = (Path(f"{path}-{number}") for number in itertools.count(first))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def put_aside(run_dir: str) -> Path:
@@ -284,10 +287,7 @@ def put_aside(run_dir: str) -> Path:
     checkpoints = folder / "checkpoints"
     problem = f"{run_dir} is finished, and its checkpoints are linked to another place"
     program.require(not checkpoints.is_symlink(), f"{problem}: {fix}")
-
-    copy = 1
-    while os.path.lexists(aside := Path(f"{folder}-{copy}")):
-        copy += 1
+    aside = free_name(folder, 1)
     own = [*folder.glob("metrics.jsonl.damaged*"), *(folder / name for name in OWN_FILES)]
     moved = []
     aside.mkdir()
@@ -314,39 +314,27 @@ def read(run_dir) -> list[dict]:
 
 
 def read_metrics(run_dir) -> tuple[list[dict], list[str]]:
-    """The rows of metrics.jsonl, and what is wrong with each damaged line. UserError if there is no
-    such file."""
+    """The rows of metrics.jsonl, and what is wrong with each damaged line.
+
+    UserError if there is no such file, OSError if it cannot be read.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
     try:
-        return read_rows(Path(run_dir) / "metrics.jsonl")
+        return files.read_json_lines(path, {"step": int}, fault, appended=True)
     except FileNotFoundError as error:
         fix = "give a run folder, such as runs/demo"
         raise UserError(f"no metrics in {str(run_dir)!r}: {fix}") from error
 
 
-def read_rows(path: Path) -> tuple[list[dict], list[str]]:
-    """As `read_metrics`. OSError if the file does not exist or cannot be read."""
-    return files.read_json_lines(path, {"step": int}, fault, appended=True)
-
-
 def fault(row: dict) -> str:
     """What is wrong with a row of metrics, "" if nothing."""
-    if wrong := files.wrong_type(row, COLUMNS):
-        return wrong
-    for name in ("step", "tokens"):
-        if row.get(name, 0) < 0:
-            return f"{name!r} is {row[name]}"
+    wrong = files.wrong_type(row, COLUMNS)
+    if wrong or min(row["step"], row.get("tokens", 0)) < 0:
+        return wrong or "a count is negative"
     for task, figures in row.get("icl", {}).items():
-        if wrong := fault_of_task(figures):
-            return f"the figures of {files.shown(task)}: {wrong}"
+        if not isinstance(figures, dict) or files.wrong_type(figures, TASK_FIGURES):
+            return f"the figures of {files.shown(task)}"
     return ""
-
-
-def fault_of_task(figures) -> str:
-    """What is wrong with the figures of a zero-shot task, "" if nothing."""
-    if not isinstance(figures, dict):
-        return f"it is {files.shown(figures)}"
-    names = ("foundry", "foundry_stderr", "chance", "acc", "nats_per_token")
-    return files.wrong_type(figures, dict.fromkeys(names, float))
 
 
 def damaged_lines(path: Path, bad: list[str]) -> str:
@@ -360,14 +348,8 @@ def read_launches(run_dir) -> list[dict]:
     path = Path(run_dir) / "launches.jsonl"
     if not os.path.lexists(path):
         return []
-    return files.read_json_lines(path, fault=fault_of_launch, appended=True)[0]
-
-
-def fault_of_launch(row: dict) -> str:
-    """What is wrong with a row of launches.jsonl, "" if nothing."""
-    types = dict.fromkeys(("first_step", "tp", "pp", "epoch_tokens"), int)
-    types["ranks"] = (int, type(None))
-    return files.wrong_type(row, types)
+    rows, _ = files.read_json_lines(path, None, lambda row: files.wrong_type(row, LAUNCH), True)
+    return rows
 
 
 def read_settings(run_dir) -> dict:
@@ -394,14 +376,13 @@ def line(row: dict, max_steps: int, step_seconds: float | None = None) -> str:
     if "icl" in row:
         return "  ".join([head, *(task_line(*task) for task in row["icl"].items())])
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    left = ""
-    if step_seconds is not None:
-        left = f"  {duration((max_steps - row['step']) * step_seconds)} left"
-    return (
+    figures = (
         f"{head}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  "
         f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB"
-        f"{left}"
     )
+    if step_seconds is None:
+        return figures
+    return f"{figures}  {duration((max_steps - row['step']) * step_seconds)} left"
 
 
 def duration(seconds: float) -> str:
@@ -428,12 +409,10 @@ def summary(run_dir: str, expect: str = "") -> str:
     evaluations = [row for row in rows if "val_loss" in row]
     lines = [f"{run_dir}: {summary_of_steps(steps)}"]
     if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        first_bits = first.get("val_bits_per_byte", math.nan)
-        last_bits = last.get("val_bits_per_byte", math.nan)
+        first, last = (collections.defaultdict(lambda: math.nan, evaluations[i]) for i in (0, -1))
         lines.append(
             f"validation loss {first['val_loss']:.3f} -> {last['val_loss']:.3f} nats per token, "
-            f"{first_bits:.3f} -> {last_bits:.3f} bits per byte"
+            f"{first['val_bits_per_byte']:.3f} -> {last['val_bits_per_byte']:.3f} bits per byte"
         )
         lines += overfitting(steps, evaluations, read_launches(run_dir))
     if expect:
@@ -441,6 +420,18 @@ def summary(run_dir: str, expect: str = "") -> str:
     if bad:
         lines.append(damaged_lines(Path(run_dir) / "metrics.jsonl", bad))
     return "\n".join(lines)
+
+
+def summary_of_steps(steps: list[dict]) -> str:
+    """How many steps, tokens and seconds the rows are worth."""
+    if not steps:
+        return "0 steps"
+    last = steps[-1]
+    seconds = sum(row.get("seconds", 0) for row in steps)
+    words = f"{last['step']} steps, {last.get('tokens', 0):,} tokens, {seconds:.0f} s of training"
+    if skipped := sum(row.get("skipped", False) for row in steps):
+        words += f", {skipped} steps with a non-finite loss or gradient were skipped"
+    return words
 
 
 def overfitting(steps: list[dict], evaluations: list[dict], launches: list[dict]) -> list[str]:
@@ -456,28 +447,14 @@ def overfitting(steps: list[dict], evaluations: list[dict], launches: list[dict]
     then, now = statistics.median(losses_then), statistics.median(losses_now)
     if not now < then:
         return []
-    words = (
+    epoch_tokens = launches[-1].get("epoch_tokens", 0) if launches else 0
+    times_read = steps[-1].get("tokens", 0) // epoch_tokens if epoch_tokens > 0 else 0
+    repeated = f", on {epoch_tokens:,} tokens, each read {times_read:,} times" * (times_read > 1)
+    return [
         f"overfitting: since step {best['step']} the validation loss has risen from "
         f"{best['val_loss']:.3f} to {last['val_loss']:.3f}, while the training loss fell from "
-        f"{then:.3f} to {now:.3f}"
-    )
-    epoch_tokens = launches[-1].get("epoch_tokens", 0) if launches else 0
-    times_read = steps[-1].get("tokens", 0) // max(epoch_tokens, 1)
-    if epoch_tokens > 0 and times_read > 1:
-        words += f", on {epoch_tokens:,} tokens, each read {times_read:,} times"
-    return [f"{words}; more text, fewer steps or a smaller model prevent that"]
-
-
-def summary_of_steps(steps: list[dict]) -> str:
-    """How many steps, tokens and seconds the rows are worth."""
-    if not steps:
-        return "0 steps"
-    last = steps[-1]
-    seconds = sum(row.get("seconds", 0) for row in steps)
-    words = f"{last['step']} steps, {last.get('tokens', 0):,} tokens, {seconds:.0f} s of training"
-    if skipped := sum(row.get("skipped", False) for row in steps):
-        words += f", {skipped} steps with a non-finite loss or gradient were skipped"
-    return words
+        f"{then:.3f} to {now:.3f}{repeated}; more text, fewer steps or a smaller model prevent that"
+    ]
 
 
 def main(argv) -> None:

@@ -293,8 +293,8 @@ class Rank:
 
     def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
         self.shard_ranks, self.rows = layout(m, cfg, ranks)
-        fix = "is found by trying: set --microbatch_size=NUMBER here"
-        require(cfg.microbatch_size != "auto", f"microbatch_size=auto {fix}")
+        is_number = cfg.microbatch_size != "auto"
+        require(is_number, "microbatch_size=auto: give a number here, as --microbatch_size=4")
         scores = f"attn_impl={m.attn_impl} keeps T x T scores, not counted here"
         is_fused = m.attn_impl not in ("reference", "blocks")
         require(is_fused, f"{scores}: set --attn_impl=sdpa")

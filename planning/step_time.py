@@ -449,8 +449,8 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
 
     Raises UserError if the fleet cannot split the model or the batch.
     """
-    found_later = "microbatch_size=auto is measured during a run"
-    require(cfg.microbatch_size != "auto", f"{found_later}: set --microbatch_size=NUMBER")
+    is_number = cfg.microbatch_size != "auto"
+    require(is_number, "microbatch_size=auto: give a number here, as --microbatch_size=4")
 
     batch = cfg.global_batch_size
     fix = memory.nearest_batches(batch, fleet.dp)

@@ -246,10 +246,10 @@ lifecycle/microbatch.py: lifecycle/test_microbatch.py
 - half = cfg.microbatch_size // 2
 + half = cfg.microbatch_size
 
-of a lost rank, a living one is said to give no sign of life
+of ranks that hang, one that waits for others is named, too
 lifecycle/watchdog.py: lifecycle/test_watchdog.py
-- 0 <= new == old
-+ new == old + 1
+- if line != WAITS
++ if line
 
 a user error ends with the exit status of a bug
 program.py: test_program.py

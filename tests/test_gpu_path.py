@@ -38,7 +38,7 @@ OTHERS = [
     for run in ("evaluation", "scoring", "staging")
     for mode in ("one rank", "FULL_SHARD")
 ]
-OTHERS += [f"{run}, one rank, none, eager" for run in ("generation", "trial")]
+OTHERS += ["generation, one rank, none, eager"]
 GRID = "train step, tp 2 x pp 2 x ZERO1, none, eager"
 MODELS = {
     "ALiBi": {"alibi": True, "attn_impl": "triton"},
@@ -439,17 +439,6 @@ def test_generation_stays_on_the_gpu(logs):
 @pytest.mark.parametrize("mode", ["one rank", "FULL_SHARD"])
 def test_what_a_checkpoint_stages_is_not_touched_before(logs, mode):
     assert logs["nothing", f"staging, {mode}, none, eager"]["operations"] == 0
-
-
-@pytest.mark.slow
-def test_a_trial_waits_only_for_the_end_of_its_steps(logs):
-    log = logs["nothing", "trial, one rank, none, eager"]
-    assert not log["across devices"]
-    assert not log["on the host"]
-    assert not log["to the host"] + log["to the device"]
-    assert len(log["read-backs"]) == 2
-    assert all("lifecycle/microbatch.py" in op for op in log["read-backs"])
-    check_dtypes(log)
 
 
 @pytest.mark.slow

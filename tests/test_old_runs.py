@@ -4,7 +4,6 @@ There `recompute_every` is called `checkpoint_every`, and almost no setting has 
 """
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,7 +116,7 @@ def test_a_checkpoint_is_of_the_same_model_and_data(old):
 
 
 @pytest.mark.parametrize("n_ranks, size", [(1, 8), (2, 4)])
-def test_the_microbatch_that_was_found_by_trial_is_still_on_record(old, n_ranks, size):
+def test_the_microbatch_that_was_found_then_is_still_on_record(old, n_ranks, size):
     world = World(0, n_ranks, 0, n_ranks, CPU)
     records = microbatch.read(Path("run/microbatch.json"))
     assert "checkpoint_every" not in records[0]["circumstances"]
@@ -205,7 +204,6 @@ def test_a_run_goes_on_as_it_would_have_before(ranks, old, n_ranks, layout, size
     (status, message, said), *_ = ranks(n_ranks)(train_in, old, ["settings.py", *layout])
     assert status == 0, message
     assert "resuming from run/checkpoints/step-6" in said
-    assert not re.search(r"microbatch \d+: ", said)  # a trial
     assert "training a tokenizer" not in said
     found = [row for row in read_rows("run/metrics.jsonl") if row["step"] > 6]
     if layout:
@@ -221,12 +219,10 @@ def test_a_run_goes_on_as_it_would_have_before(ranks, old, n_ranks, layout, size
 
 
 @pytest.mark.slow
-def test_with_another_recomputation_the_microbatch_is_tried_anew(old):
+def test_with_another_recomputation_the_microbatch_is_chosen_anew(old):
     done = launch([], old, ["settings.py", "--recompute_every=3", "--max_steps=7"])
     assert done.returncode == 0, done.stderr
-    assert "microbatch 8: fits" in done.stdout
-    records = json.loads(Path("run/microbatch.json").read_text())
-    assert sorted(record["circumstances"]["recompute_every"] for record in records) == [2, 2, 3]
+    assert "microbatch 8, not auto: " in done.stdout and "planning.memory" in done.stdout
 
 
 def test_a_run_is_checked(old, one_process, capsys):

@@ -113,10 +113,12 @@ def test_restarts_name_their_ranks(tmp_path):
     assert marks(tmp_path / "c", []) == []
 
 
-def test_a_restart_names_its_tensor_ranks_and_stages():
-    assert plot.restart_label(4, 4, tp=2) == "4 ranks, tp 2"
-    assert plot.restart_label(4, 4, tp=1) == "4 ranks"
-    assert plot.restart_label(2, 8, tp=2, pp=4) == "2 -> 8 ranks, tp 2, pp 4"
+def test_a_restart_names_its_tensor_ranks_and_stages(tmp_path):
+    launches = [{"first_step": 0, "ranks": 4, "tp": 2}, {"first_step": 5, "ranks": 4, "tp": 1}]
+    launches.append({"first_step": 9, "ranks": 8, "tp": 2, "pp": 4})
+    (tmp_path / "launches.jsonl").write_text("\n".join(map(json.dumps, launches)))
+    labels = {0: "4 ranks, tp 2", 5: "4 ranks", 9: "4 -> 8 ranks, tp 2, pp 4"}
+    assert plot.restart_labels(str(tmp_path)) == labels
 
 
 def test_a_launch_takes_away_the_restarts_whose_steps_it_does_again(tmp_path):
@@ -166,11 +168,10 @@ def batches(tmp_path, a, b):
 
 
 def test_batches_are_compared_in_common_steps(tmp_path):
-    assert batches(tmp_path, HASH, HASH | {5: "ee"}) == "the same batches"
+    assert batches(tmp_path, HASH, HASH | {5: "ee"}) == "the same batches in 4 of 4 steps"
     assert batches(tmp_path, HASH, HASH | {3: "xx", 4: "yy"}) == "different batches from step 3"
     assert batches(tmp_path, HASH, dict.fromkeys(HASH)) == "batches not recorded"
-    some = "the same batches in the 3 steps that record them"
-    assert batches(tmp_path, HASH, HASH | {2: None}) == some
+    assert batches(tmp_path, HASH, HASH | {2: None}) == "the same batches in 3 of 4 steps"
 
 
 def test_runs_without_a_common_or_finite_step_say_so(tmp_path):

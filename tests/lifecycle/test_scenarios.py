@@ -102,7 +102,7 @@ ASKED = {"line": "", "flags": ("--save_interval=0",)}
 SCENARIOS = {
     "killed": Scenario(
         signal=signal.SIGKILL,
-        line="lost another rank: .* No sign of life from .*{rank}.*{saved}",
+        line="no sign of life for 5 s: .*{rank}.* died.*{saved}",
     ),
     "stands still": Scenario(
         signal=signal.SIGSTOP,

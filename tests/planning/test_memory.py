@@ -601,7 +601,7 @@ REFUSED = [  # global ranks, settings, changes to the model, part of the message
     (4, {"pp": 4}, {}, "pp 4 is more than n_layers 3: set --pp=3"),
     (8, {"pp": 3}, {}, "8 global ranks are not a multiple of tp 1 x pp 3 = 3"),
     (3, {}, {}, "not a multiple of the 3 data-parallel ranks: set"),
-    (1, {"microbatch_size": "auto"}, {}, "--microbatch_size=NUMBER"),
+    (1, {"microbatch_size": "auto"}, {}, "give a number here"),
     (8, {"sharding": "HYBRID_SHARD", "shard_size": 3}, {}, "shard_size 3 does not divide the 8"),
     (8, {"sharding": "HYBRID_SHARD"}, {}, "--shard_size"),
     (1, {}, {"attn_impl": "reference"}, "--attn_impl=sdpa"),

@@ -334,7 +334,7 @@ def test_sequence_parallelism_divides_the_memory_traffic_of_norms():
         ({}, {"sequence_parallel": True}, "sequence_parallel needs tensor ranks: set --tp=2"),
         ({"devices": 3}, {}, "set --global_batch_size=15 or 18"),
         ({"devices": 9, "pp": 9}, {}, "pp 9 is more than n_layers 8: set --pp=8"),
-        ({}, {"microbatch_size": "auto"}, "set --microbatch_size=NUMBER"),
+        ({}, {"microbatch_size": "auto"}, "give a number here"),
     ],
 )
 def test_mistakes_are_told(fleet, cfg, words):

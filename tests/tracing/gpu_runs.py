@@ -5,7 +5,6 @@
     scoring       evaluation.score.score: questions with shared prefixes, and single requests
     generation    serving.decoder.generate, with padding, top-k and top-p
     staging       checkpoint.state_of: what a checkpoint hands to be copied to the host
-    trial         the two steps of lifecycle.microbatch
 
 These are the functions that a run calls, and `parallel.build` makes the model. Before anything
 else, `fake_gpu.pretend()` must have been called.
@@ -32,7 +31,6 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from evaluation.score import Request, score
-from lifecycle import microbatch
 from model import MPT
 from serving import decoder
 from tracing.live_bytes import real_offsets
@@ -230,19 +228,10 @@ def staging(setting: Setting) -> Tracer:
     return trace
 
 
-def trial(setting: Setting) -> Tracer:
-    """The two steps that show whether a microbatch fits, on one rank that has all layers whole."""
-    cfg = replace(setting.cfg, compile=False, device="cuda", tp=1, pp=1, sequence_parallel=False)
-    with pretended(replace(setting, ranks=1)), Tracer() as trace:
-        microbatch.two_steps(setting.model_cfg, cfg, PRECISION, fsdp_train.train_step)
-    return trace
-
-
 RUNS = {
     "train step": train_step,
     "evaluation": evaluation,
     "scoring": scoring,
     "generation": generation,
     "staging": staging,
-    "trial": trial,
 }
