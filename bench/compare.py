@@ -22,7 +22,8 @@ from pathlib import Path
 import config
 import program
 from config import require
-from devices import NODE_WATTS, PUBLISHED_MI250
+from planning.fleet import NODE_WATTS
+from planning.picture import PUBLISHED_MI250
 from storage import files
 
 # Columns of `bench train`: numbers above 0, numbers that may be unknown, settings.
