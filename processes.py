@@ -165,7 +165,7 @@ def grid_problem(size: int, tp: int, pp: int) -> str:
 
 
 def group_along(line: torch.Tensor, world: World) -> dist.ProcessGroup | None:
-    """The group of the ranks on a line of the grid, of which this is one; None for it alone."""
+    """The group of the ranks on a line of the grid, this one among them; None if it is alone."""
     if len(line) == 1:
         return None
     if len(line) == world.global_size:
@@ -174,11 +174,11 @@ def group_along(line: torch.Tensor, world: World) -> dist.ProcessGroup | None:
 
 
 def group_of(ranks, timeout: timedelta, description: str | None = None) -> dist.ProcessGroup:
-    """A group of some ranks, of which this is one. Only they call it, and wait for one another.
+    """A group of some ranks, this one among them. Only they call it, and wait for one another.
 
-    torch's init_device_mesh makes all groups in turn, while every rank waits for each. These groups
-    are named after their ranks and the number of groups that this rank is in: all ranks of a group
-    must have made equally many before.
+    torch's init_device_mesh makes all groups in turn, while every rank waits for each. Here torch
+    names a group after its ranks and the number of groups that this rank is in already: it must be
+    the same on all ranks of a group.
     """
     return dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description
@@ -441,7 +441,7 @@ class RollCall(threading.Thread):
                     self.leave(silence_of(names, len(gone), self.patience) * is_first)
 
     def exchange(self) -> None:
-        """Give a sign of life, and look at those of others."""
+        """Give a sign of life, and look at the others' counts."""
         self.store.add(f"count {self.rank}", 1)
         counts = {rank: self.store.add(f"count {rank}", 0) for rank in self.signs.counts}
         self.signs.look(counts, time.monotonic())
@@ -473,7 +473,7 @@ def end_roll_call() -> None:
 
 
 def silence_of(names: list[str], number: int, patience: float) -> str:
-    """What to say of so many ranks without a sign of life, of which the first have these names."""
+    """What to say of `number` silent ranks. names: of the first SHOWN."""
     more = f" and {number - SHOWN} more ranks" * (number > SHOWN)
     silent = ", ".join(names) + more
     return f"no sign of life for {patience:g} s: {silent} died, stopped, or cannot be reached"
@@ -490,10 +490,10 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def in_time(what: str, seconds: float | None = None):
-    """Limits what all ranks do together: if it takes too long, prints a line, ends this process.
+    """Give the ranks this long to do something together. After that: a line, and RESUME_ME.
 
-    A rank that waits for the address of a dead one would do so until the timeout of a collective.
-    seconds: later than whatever knows more; if not given, than `RollCall`.
+    Otherwise a rank would wait for the address of a dead one until the timeout of a collective.
+    seconds: the default is later than `RollCall`, which knows who is missing.
     """
     seconds = seconds or MEETING + 5
     me = whoami(config.rank())
