@@ -471,7 +471,7 @@ def open_gpu(device) -> None:
     name = f"{device} ({properties.name})"
     try:
         torch.cuda.set_device(device)
-        torch.ones(1, device=device).item()  # a kernel: is there one for this architecture?
+        torch.ones(1, device=device)  # starts a kernel: is there one for this architecture?
         free, total = torch.cuda.mem_get_info(device)  # bytes
     except RuntimeError as error:
         raise UserError(cannot_open(name, str(error).split("\n")[0], tool)) from error
