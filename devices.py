@@ -11,11 +11,11 @@ two devices, so their rows have half of the card's 362.1 or 383 TFLOP/s, and hal
 
 A device reports its name, but on ROCm the name is not reliable: `AMD Instinct MI250X/MI250` for
 both, an empty text before ROCm 6, `AMD Radeon Graphics` for many. So `lookup` goes by name (the
-longest match) if the number of compute units agrees, then by architecture and compute units. Then
-it multiplies units, clock and FLOPs per clock, and else gives up: no peak beats a wrong one.
+longest match) if the number of compute units agrees, then by architecture and compute units, and
+else gives up: no peak beats a wrong one.
 
-`open_gpu` and `note_unused_gpu` say in one line why a GPU cannot be used, or is not: no driver that
-fits, no kernels for it, no memory left.
+`open_gpu` and `note_unused_gpu` say in one line why a GPU cannot be used: no driver that fits, no
+kernels for it, no memory left.
 
 Below, `device` is a torch.device and `dtype` a torch.dtype. torch is imported only to ask what this
 machine has. Run `python devices.py` for the table and for what this machine has.
@@ -109,52 +109,6 @@ TABLE = [
 ]
 # fmt: on
 
-# MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards, with a
-# global batch of 1536 sequences. {MI250 cards: TFLOP/s of one card, which is two torch devices}
-PUBLISHED_MI250 = {4: 166, 128: 159}
-# Dash et al., "Optimizing Distributed Training on Frontier for Large Language Models" (2312.12705):
-# models of 22B, 175B and 1T. {(n_layers, d_model): TFLOP/s of one GCD of MI250X}
-PUBLISHED_FRONTIER = {(48, 6144): 73.5, (96, 12288): 69.2, (128, 25600): 61.2}
-
-# GB/s, each way, that a node's network has for each of its torch devices, in the nodes of vendors
-# and of large machines. The keys are what the names of a family begin with. NVIDIA's user guides:
-# DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400; DGX B300 8 x 800; GB200 NVL72 72 x 400.
-# Frontier and LUMI: 4 x 200 Gb/s for 8 GCDs of MI250X. El Capitan and JUPITER: 4 x 200 for 4 MI300A
-# or GH200. Azure's ND MI300X v5: 8 x 400; other nodes with AMD's boards of 8 are alike.
-NETWORK_GBS = {
-    "A100 SXM": 25,
-    "H100 SXM": 50,
-    "H200 SXM": 50,
-    "B200": 50,
-    "B300": 100,
-    "GB200": 50,
-    "GH200": 25,
-    "MI250": 12.5,
-    "MI300X": 50,
-    "MI300A": 25,
-    "MI325X": 50,
-    "MI350X": 50,
-    "MI355X": 50,
-}
-OTHER_NETWORK_GBS = 12.5  # of other devices: 100 Gb/s each, a guess
-
-# Watts of one torch device with its share of the node: rated watts of a published node / its torch
-# devices (4 cards x 2; 8 GPUs; 8 GPUs). The keys are what the names of a family begin with.
-NODE_WATTS = {"MI250": 3000 / 8, "A100 SXM": 6500 / 8, "H100 SXM": 10200 / 8}
-NODE_OVER_BOARD = 1.7  # node / board power of other devices: the mean of these three
-
-# AMD: (dense bf16 FLOPs per clock and compute unit, peak clock in MHz if all products share it).
-PER_CLOCK = {
-    "gfx908": (512, 1502),
-    "gfx90a": (1024, 1700),
-    "gfx942": (2048, 2100),
-    "gfx950": (4096, None),
-    # families, by the first six characters of the architecture
-    "gfx110": (512, None),
-    "gfx115": (512, None),
-    "gfx120": (1024, None),
-}
-
 # AMD architectures whose name begins so have no bf16 instructions. torch emulates them.
 NO_BF16 = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx101", "gfx103")
 
@@ -164,26 +118,21 @@ OR_CPU = ", or use the CPU: CUDA_VISIBLE_DEVICES=-1"
 # Names of a torch device in a training config: they name no accelerator of the table.
 THIS_MACHINE = ("auto", "cpu", "cuda", "mps")
 
-# Words of the names that drivers report that do not tell models apart.
-VENDOR_WORDS = {"nvidia", "tesla", "geforce", "amd", "instinct", "radeon", "gpu"}
-FORM_WORDS = {"oam", "vf", "hf", "sxm6", "ac"}
+# Words in the names that drivers report that do not tell models apart: makers, brands, forms.
+OTHER_WORDS = set("nvidia tesla geforce amd instinct radeon gpu oam vf hf sxm6 ac".split())
 
 
 # --------------------------------------------------------------------------------------------------
 # The row of a device that torch reports
 
 
-def lookup(
-    name: str, arch: str, units: int, memory_gb: float | None = None, clock_mhz=None
-) -> Device | None:
+def lookup(name: str, arch: str, units: int, memory_gb: float | None = None) -> Device | None:
     """The `Device` that reports this name, architecture and number of units, or None.
 
-    arch may carry ROCm's features (`gfx90a:sramecc+:xnack-`). memory_gb, in GiB, breaks
-    ties. clock_mhz: the driver's peak clock, for AMD devices not in the table.
+    arch may carry ROCm's features (`gfx90a:sramecc+:xnack-`). memory_gb, in GiB, breaks ties.
     """
     arch = arch.split(":")[0]
-    row = by_reported_name(name, units) or by_arch(arch, units, memory_gb)
-    return row or derived(arch, units, memory_gb, clock_mhz)
+    return by_reported_name(name, units) or by_arch(arch, units, memory_gb)
 
 
 def by_reported_name(name: str, units: int) -> Device | None:
@@ -195,10 +144,9 @@ def by_reported_name(name: str, units: int) -> Device | None:
     longest, best = 0, None
     for row in TABLE:
         for text in row.reports:
-            if len(text) <= longest or not re.search(whole_words(text), name):
-                continue
+            is_in_name = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", name)
             device = partition(row, units)
-            if device:
+            if is_in_name and device and len(text) > longest:
                 longest, best = len(text), device
     return best
 
@@ -207,11 +155,6 @@ def normal(name: str) -> str:
     """A reported name in lower case with single spaces, and none around a slash."""
     name = " ".join(name.lower().split())
     return re.sub(r"\s*/\s*", "/", name)  # MI250X / MI250
-
-
-def whole_words(text: str) -> str:
-    """A pattern for this text where no word goes on."""
-    return rf"(?<!\w){re.escape(text)}(?!\w)"
 
 
 def partition(row: Device, units: int) -> Device | None:
@@ -252,22 +195,6 @@ def by_arch(arch: str, units: int, memory_gb: float | None) -> Device | None:
     return rows[0] if one_peak else None
 
 
-def derived(
-    arch: str, units: int, memory_gb: float | None, clock_mhz: float | None
-) -> Device | None:
-    """A row with units x clock x FLOPs per clock as peak, if PER_CLOCK has the arch; else None."""
-    per_clock, clock = PER_CLOCK.get(arch) or PER_CLOCK.get(arch[:6]) or (None, None)
-    clock = clock or clock_mhz
-    if not (per_clock and clock):
-        return None
-    units = 2 * units if is_rdna(arch) else units
-    bf16 = units * clock * per_clock / 1e6  # MHz -> TFLOP/s
-    fp16 = 2 * bf16 if arch == "gfx908" else bf16
-    name = f"{arch}, {units} units at {clock:g} MHz"
-    unknown = 0
-    return Device(name, arch, units, bf16, fp16, memory_gb or unknown, unknown, None, None, ())
-
-
 def identify(device) -> Device | None:
     """The row of `device`, or None for a CPU and for accelerators that the table does not know."""
     if device.type != "cuda":  # ROCm devices are "cuda" too
@@ -277,8 +204,7 @@ def identify(device) -> Device | None:
     properties = torch.cuda.get_device_properties(device)
     arch = arch_of(properties)
     memory_gb = properties.total_memory / 2**30
-    clock_mhz = getattr(properties, "clock_rate", 0) / 1000  # from kHz; older torch has none
-    return lookup(properties.name, arch, properties.multi_processor_count, memory_gb, clock_mhz)
+    return lookup(properties.name, arch, properties.multi_processor_count, memory_gb)
 
 
 def arch_of(properties) -> str:
@@ -304,62 +230,44 @@ def describe(device) -> str:
 
 
 def by_name(text: str) -> Device:
-    """The row that a person means by `mi250`, `h100-nvl` or `A100 40GB`, or that a driver reports.
+    """The row that a person means by `mi250`, `h100-nvl` or `A100 40GB`.
 
-    Raises UserError with the nearest names if there is none.
+    It may be the name that a driver reports, too (`NVIDIA H100 80GB HBM3`). Of several rows, the
+    first. Raises UserError with the nearest names if there is none.
     """
-    is_named = text not in THIS_MACHINE
-    require(is_named, f"which device? --device=mi250, not {text} (python devices.py lists them)")
-    reported = by_reported_text(text)
-    if reported:
-        return reported
+    require(
+        text not in THIS_MACHINE,
+        f"which device? --device=mi250, not {text} (python devices.py lists them)",
+    )
+    words = words_of(text)
+    row = row_with(words - {"card"})
+    if row:
+        model = row.name.split()[0].lower()
+        require(
+            "card" not in words or row.per_card == 1,
+            f"{text!r} is {row.per_card} torch devices: say {model} and count each of them",
+        )
+        return row
 
-    words = set(re.split(r"[\s_-]+", text.strip().lower())) - VENDOR_WORDS
-    names_model = any(is_model(word) for word in words)
-    for row in TABLE:
-        if names_model and words - {"card"} <= set(row.name.lower().split()):
-            model = row.name.split()[0].lower()
-            fix = f"say {model} and count each of them"
-            one = "card" not in words or row.per_card == 1
-            require(one, f"{text!r} is {row.per_card} torch devices: {fix}")
-            return row
-
-    all_words = " ".join(row.name for row in TABLE).lower().split()
-    models = list(dict.fromkeys(word for word in all_words if is_model(word)))
+    models = [word for row in TABLE for word in row.name.lower().split() if is_model(word)]
     near = [match for word in words for match in difflib.get_close_matches(word, models, n=3)]
-    near = list(dict.fromkeys(near)) or models
-    guess = f"did you mean {' or '.join(near)}?"
-    raise UserError(f"no accelerator {config.shown(text)} in devices.py, {guess}")
+    guess = " or ".join(dict.fromkeys(near or models))
+    raise UserError(f"no accelerator {config.shown(text)} in devices.py, did you mean {guess}?")
 
 
-def by_reported_text(text: str) -> Device | None:
-    """The row of a name as torch prints it (`NVIDIA H100 80GB HBM3`), without asking the device.
+def words_of(name: str) -> set[str]:
+    """The words of a name that tell models apart: `Tesla V100-SXM2` -> {v100, sxm2}"""
+    return set(re.split(r"[\s_-]+", normal(name))) - OTHER_WORDS
 
-    None if words are left that may mean another model, as in a laptop's. Of two rows that report
-    the same name, the first, and a note says so.
-    """
-    name = normal(text)
-    found = [
-        (len(reported), row)
-        for row in TABLE
-        for reported in row.reports
-        if says_only(name, reported)
-    ]
-    if not found:
+
+def row_with(words: set[str]) -> Device | None:
+    """The first row with all these words, a model among them, in its name or one it reports."""
+    if not any(is_model(word) for word in words):
         return None
-    longest = max(length for length, _ in found)
-    first, *others = [row for length, row in found if length == longest]
-    for other in others:
-        model = other.name.split()[0].lower()
-        fix = f"with {other.units} compute units, not {first.units}, set --device={model}"
-        config.say_once("note", f"{text!r} is taken for the {first.name}: {fix}")
-    return first
-
-
-def says_only(name: str, reported: str) -> bool:
-    """Is this text in the name, beside words that tell no models apart?"""
-    rest, n_found = re.subn(whole_words(reported), " ", name)
-    return n_found > 0 and set(rest.split()) <= VENDOR_WORDS | FORM_WORDS
+    for row in TABLE:
+        if any(words <= words_of(name) for name in (row.name, *row.reports)):
+            return row
+    return None
 
 
 def is_model(word: str) -> bool:
@@ -519,15 +427,19 @@ def unused_gpu(dev: str, cuda: str | None, hip: str | None) -> tuple[str, bool]:
     if is_hidden or not (is_nvidia or is_amd):
         return "", False
 
-    if cuda and is_nvidia:
-        fix = "repair the driver if nvidia-smi fails, else update it or install torch for its CUDA"
-        return f"torch for CUDA {cuda} cannot use the GPU ({driver_error()}): {fix}", True
-    if hip and is_amd:
-        fix = "repair the driver if rocminfo fails, else update it or install torch for its ROCm"
-        why = f"torch for ROCm {hip} cannot use the GPU ({driver_error()}): {fix}"
-        if not os.access(kfd, os.R_OK | os.W_OK):
-            fix = "sudo usermod -aG render,video $USER, then log in again"
-            why = f"you may not open {kfd}: {fix}"
+    if hip and is_amd and not os.access(kfd, os.R_OK | os.W_OK):
+        return (
+            f"you may not open {kfd}: sudo usermod -aG render,video $USER, then log in again",
+            True,
+        )
+    if (cuda and is_nvidia) or (hip and is_amd):
+        platform, version, tool = (
+            ("CUDA", cuda, "nvidia-smi") if cuda else ("ROCm", hip, "rocminfo")
+        )
+        why = (
+            f"torch for {platform} {version} cannot use the GPU ({driver_error()}): repair the "
+            f"driver if {tool} fails, else update it or install torch for its {platform}"
+        )
         return why, True
     built_for = "NVIDIA" if cuda else "AMD" if hip else "CPUs"
     vendor = "NVIDIA" if is_nvidia else "AMD"
@@ -552,69 +464,37 @@ def open_gpu(device) -> None:
     """
     import torch
 
+    tool = "rocm-smi --showpids" if torch.version.hip else "nvidia-smi"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says in many lines what we say in one
         properties = torch.cuda.get_device_properties(device)
     name = f"{device} ({properties.name})"
-    arch, built_for = arch_of(properties), torch.cuda.get_arch_list()
-    require(has_kernels(arch, built_for), no_kernels(name, arch, built_for))
-    tool = "rocm-smi --showpids" if torch.version.hip else "nvidia-smi"
     try:
         torch.cuda.set_device(device)
+        torch.ones(1, device=device)  # starts a kernel: is there one for this architecture?
         free, total = torch.cuda.mem_get_info(device)  # bytes
     except RuntimeError as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(cannot_open(name, properties.total_memory, reason, tool)) from error
+        raise UserError(cannot_open(name, str(error).split("\n")[0], tool)) from error
     free += torch.cuda.memory_reserved(device)  # of an earlier start in this process
     shares_memory = getattr(properties, "is_integrated", False)  # with the CPU and its page cache
-    if not shares_memory and free < total / 2:
+    if free < total / 2 and not shares_memory:
+        memory = f"{free / 2**30:.1f} of {total / 2**30:.0f} GB free"
         who = program.whoami(program.rank())
-        program.print_error(f"{who}: {nearly_full(name, free, total, tool)}", "note")
+        note = f"{who}: {name} has only {memory}: {tool} lists the processes that hold the rest"
+        program.print_error(note, "note")
 
 
-def has_kernels(arch: str, built_for: list[str]) -> bool:
-    """Can a GPU of this architecture run a torch that is built for these? True if in doubt.
-
-    A GPU of capability 8.9 runs sm_80 and sm_86; sm_90a runs on 9.0 only. compute_90 is PTX, which
-    the driver compiles for 9.0 and all later ones. AMD's kernels run on one architecture each.
-    """
-    if arch.startswith("gfx"):
-        names = [name.split(":")[0] for name in built_for]
-        return not names or arch in names or any("generic" in name for name in names)
-    capability = int(arch.replace(".", ""))  # 8.9 -> 89
-    for built in built_for:
-        parts = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", built)
-        if not parts or int(parts[2]) == capability:
-            return True
-        is_older = int(parts[2]) < capability
-        is_same_major = int(parts[2]) // 10 == capability // 10
-        is_ptx = parts[1] == "compute" and not parts[3]
-        if is_older and (is_ptx or (is_same_major and parts[3] != "a")):
-            return True
-    return not built_for
-
-
-def no_kernels(name: str, arch: str, built_for: list[str]) -> str:
-    """The message for a GPU that torch was not built for."""
+def cannot_open(name: str, reason: str, tool: str) -> str:
+    """What to say of a GPU that torch fails to open. reason: torch's error."""
     import torch
 
-    has = " ".join(built_for)
-    fix = f"install a build that has (INSTALL.md){OR_CPU}"
-    return f"torch {torch.__version__} has no kernels for {name}, {arch}, only for {has}: {fix}"
-
-
-def cannot_open(name: str, total: int, reason: str, tool: str) -> str:
-    """The message for a GPU that torch fails to open for this reason. total: its bytes."""
-    if "out of memory" in reason.lower():
+    if "out of memory" in reason:
         fix = f"end the processes that hold it ({tool} lists them), or use another GPU"
-        return f"{name} has no memory free of its {total / 2**30:.0f} GB: {fix}"
+        return f"{name} has no memory free: {fix}"
+    if "no kernel image" in reason or "invalid device function" in reason:  # of CUDA, of HIP
+        fix = f"install a build that has (INSTALL.md){OR_CPU}"
+        return f"torch {torch.__version__} has no kernels for {name}: {fix}"
     return f"{name} cannot be opened ({reason}): see {tool}, or use another GPU"
-
-
-def nearly_full(name: str, free: int, total: int, tool: str) -> str:
-    """The note about a GPU with `free` of `total` bytes left for this process."""
-    memory = f"{free / 2**30:.1f} of {total / 2**30:.0f} GB free"
-    return f"{name} has only {memory}: {tool} lists the processes that hold the rest"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ writes to `.venv` only. That also works over a read-only image and Debian's "ext
 Python, and `rm -rf .venv` undoes it. A `.venv` that you made yourself is used with the torch that
 you put there: that is how to choose a build.
 
-Run `python install.py requirements.txt`. If `.venv` has all that this file asks for, it takes 0.2 s
-and calls no pip. A `.venv` of ours that no longer works is made anew; yours is never deleted. The
-exit status is 0, or 2 with one line that says what to do.
+Run `python install.py requirements.txt`. If pip has already installed what this file asks for, it
+takes 0.2 s. A `.venv` of ours that no longer works is made anew; yours is never deleted. The exit
+status is 0, or 2 with one line that says what to do.
 
 Also starts on Python 3.6, to say that 3.10 is needed.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -36,25 +37,29 @@ PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "environment.json")
 PYTORCH = "https://download.pytorch.org/whl"  # /cpu, /cu126, /rocm7.1: builds of torch
 PROTECTED = ("torch", "triton")  # never replaced if they are there
+HAS_PIP = "bool(importlib.util.find_spec('pip'))"
 
 
 def main(files, dev="/dev", cpu_index=PYTORCH + "/cpu"):
     """Make `.venv` if there is none for the Python in use; install what the files ask for.
 
-    files: requirement files. dev: the folder of device files. cpu_index: where torch's CPU build
-    is. A user error is one line and exit status 2.
+    files: requirement files. dev: the folder of device files. cpu_index: an index of packages with
+    torch's CPU build.
     """
     if {"--help", "-h"} & set(files):
         print(__doc__.strip())
         return
     if sys.version_info < (3, 10):  # noqa: UP036
-        fix = "make PYTHON=python3.12, or any from 3.10 on"
-        stop(f"{sys.executable} is Python {python_version()}, too old: {fix}")
+        stop(
+            f"{sys.executable} is Python {python_version()}, too old: make PYTHON=python3.12, or "
+            "any from 3.10 on"
+        )
     for name in files:
         if not os.path.isfile(os.path.join(ROOT, name)):
             stop(f"no requirement file {name!r} here: python install.py requirements.txt")
-    wait_for_other_makes()
-    stamp = current_venv(files)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)  # one make at a time, until we end
+    stamp = current_venv()
     digests = {name: digest(name) for name in files}
     outdated = [name for name in files if stamp["installed"].get(name) != digests[name]]
     if outdated:
@@ -63,36 +68,17 @@ def main(files, dev="/dev", cpu_index=PYTORCH + "/cpu"):
         write_stamp(stamp)
 
 
-def wait_for_other_makes():
-    """Let one process at a time set up this folder. The lock ends with this process."""
-    folder = os.open(ROOT, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say("another make is setting up .venv: waiting for it")
-        fcntl.flock(folder, fcntl.LOCK_EX)
-    except OSError:
-        pass  # a file system without locks
-
-
-def current_venv(files):
-    """Make `.venv` unless it works and fits the Python in use. Returns its stamp.
-
-    A requirement file of which a package is gone is dropped from the stamp, so pip runs again.
-    """
+def current_venv():
+    """Make `.venv` unless it works and fits the Python in use. Returns its stamp."""
     stamp = read_stamp()
-    lacking = in_venv(f"install.lacking({files})")
+    has_pip = in_venv(HAS_PIP)
     is_active = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
     if is_active or stamp["below"] == "yours":
-        if lacking is None:
+        if has_pip is None:
             stop("the Python of .venv does not start: remove .venv, then make again")
-    else:
-        below = python_below()
-        if stamp["below"] != below or lacking is None or "pip" in lacking:
-            return make_venv(below)
-    for name in lacking:
-        stamp["installed"].pop(name, None)
-    return stamp
+        return stamp
+    below = python_below()
+    return stamp if has_pip and stamp["below"] == below else make_venv(below)
 
 
 def install(files, stamp, dev, cpu_index):
@@ -102,14 +88,12 @@ def install(files, stamp, dev, cpu_index):
         stamp["brought_torch"] = "torch" in protected
     if stamp["brought_torch"] and "torch" not in protected:
         stop(".venv has lost the torch that it had: put it back, or remove .venv; then make again")
-    if "pip" in in_venv("install.lacking([])"):  # as uv makes them
+    if not in_venv(HAS_PIP):  # as uv makes them
         run([PYTHON, "-m", "ensurepip"])
     if stamp["brought_torch"]:
         install_beside_torch(files, protected)
     else:
         install_tested(files, torch_index("torch" in protected, dev, cpu_index))
-    if in_venv(f"install.lacking({files})"):
-        stop(f"pip ran, and .venv still lacks packages of {' '.join(files)}: see its lines above")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,28 +135,6 @@ def protected_packages():
     return packages
 
 
-def lacking(files):
-    """What the Python in use lacks: "pip", and each requirement file of which a package is gone.
-
-    Lines that are for some systems only are not looked at.
-    """
-    from importlib import metadata
-
-    def is_here(name):
-        try:
-            metadata.version(name)
-        except Exception:  # not there, or damaged
-            return False
-        return name not in PROTECTED or bool(importlib.util.find_spec(name))
-
-    lacks = [] if importlib.util.find_spec("pip") else ["pip"]
-    for file in files:
-        names = [name_of(line) for line in lines(file) if ";" not in line]
-        if not all(map(is_here, names)):
-            lacks.append(file)
-    return lacks
-
-
 def make_venv(below):
     """A new `.venv` on the Python in use, over its packages if it has torch. Returns its stamp."""
     if os.path.islink(VENV) and os.listdir(VENV):  # perhaps another checkout's
@@ -181,14 +143,16 @@ def make_venv(below):
     if torch:
         say(f".venv on top of torch {torch['version']} of {sys.prefix}, which stays as it is")
         if subprocess.run([sys.executable, "-c", "import torch"], cwd="/").returncode:
-            fix = "fix it, or make PYTHON=another one"
-            stop(f"torch of {sys.executable} does not import (above): {fix}")
+            python = sys.executable
+            stop(f"torch of {python} does not import (above): fix it, or make PYTHON=another one")
     else:
         say(f"a separate .venv: {sys.executable} has no torch to use")
     pip_below = torch and importlib.util.find_spec("pip")
     if not pip_below and not importlib.util.find_spec("ensurepip"):
-        fix = f"sudo apt install python{python_version()}-venv, then make again"
-        stop(f"{sys.executable} cannot make a .venv: {fix}")
+        stop(
+            f"{sys.executable} cannot make a .venv: sudo apt install "
+            f"python{python_version()}-venv, then make again"
+        )
 
     stamp = {"below": None, "brought_torch": bool(torch), "installed": {}}
     os.makedirs(VENV, exist_ok=True)
@@ -223,7 +187,7 @@ def show_packages(folders):
 
 
 def write_starters():
-    """Write .venv/bin/torchrun and pip: those of the Python below would not see `.venv`."""
+    """Write .venv/bin/torchrun and pip: the Python below has its own, which do not see `.venv`."""
     for command, module in {"torchrun": "torch.distributed.run", "pip": "pip"}.items():
         path = os.path.join(VENV, "bin", command)
         if not os.path.exists(path):
@@ -261,11 +225,6 @@ def torch_index(has_torch, dev, cpu_index):
             f"--index-url {PYTORCH}/rocmX.Y (X.Y: see https://pytorch.org/get-started/locally; "
             "with `cpu` in place of `rocmX.Y` the GPU is not used)"
         )
-    if shutil.which("sbatch"):  # a login node does not show the cluster's GPUs
-        if not has_torch:
-            say("SLURM and no GPU here, so a login node: taking PyPI's torch, built for NVIDIA")
-            say("for AMD see ROCm in INSTALL.md")
-        return None
     import urllib.request  # slow to import, and rarely needed
 
     try:
@@ -286,9 +245,6 @@ def install_beside_torch(files, protected):
         f.write("\n".join(limits))
         f.flush()
         pip("-c", f.name, *wanted)
-    after = in_venv("install.protected_packages()")
-    if any(after.get(name) != protected[name] for name in protected):
-        stop(f"pip changed packages that must stay: {protected} became {after}")
 
 
 def in_venv(expression):
@@ -377,18 +333,16 @@ def read_stamp():
     stamp = {"below": None if is_none else "yours", "brought_torch": None, "installed": {}}
     try:
         with open(STAMP) as f:
-            written = json.load(f)
+            stamp.update(json.load(f))
     except (OSError, ValueError):
-        return stamp
-    is_whole = isinstance(written, dict) and isinstance(written.get("installed"), dict)
-    return written if is_whole and set(written) == set(stamp) else stamp
+        pass
+    return stamp
 
 
 def write_stamp(stamp):
-    """Write the stamp of `.venv`, whole or not at all."""
-    with open(STAMP + ".new", "w") as f:
+    """Write the stamp of `.venv`."""
+    with open(STAMP, "w") as f:
         json.dump(stamp, f, indent=2)
-    os.replace(STAMP + ".new", STAMP)
 
 
 def say(message):

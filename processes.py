@@ -108,8 +108,6 @@ def start(
         if timeout:
             quiet_nccl(timeout)
         join(backend, rank, size, timeout or TIMEOUT)
-        if device.type == "cuda" and size > 1:
-            require_own_gpus(identity(device))
     if device.type == "cpu":
         keep_freed_memory()
     world = World(rank, size, local_rank, local_size, device, timeout=timeout or TIMEOUT)
@@ -152,22 +150,17 @@ def in_grid(world: World, tp: int, pp: int = 1) -> World:
 
 def grid_problem(size: int, tp: int, pp: int) -> str:
     """Why `size` ranks do not form such a grid, and which numbers fit."""
-    ranks = "one rank does" if size == 1 else f"{size} ranks do"
-    if pp == 1:
-        what, setting = f"teams of tp {tp}", "--tp="
-    elif tp == 1:
-        what, setting = f"pipelines of pp {pp}", "--pp="
-    else:
-        what, setting = f"pipelines of tp {tp} x pp {pp} = {tp * pp}", "tp x pp to "
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     below = [n for n in divisors if n < tp * pp][-1:]
     above = [n for n in divisors if n > tp * pp][:1]
-    nearest = " or ".join(map(str, below + above))
-    return f"{ranks} not form {what}: start a multiple of {tp * pp}, or set {setting}{nearest}"
+    return (
+        f"{size} rank{'s' * (size > 1)} cannot form a grid of tp {tp} x pp {pp}: start a multiple "
+        f"of {tp * pp}, or set tp x pp to {' or '.join(map(str, below + above))}"
+    )
 
 
 def group_along(line: torch.Tensor, world: World) -> dist.ProcessGroup | None:
-    """The group of the ranks on a line of the grid, of which this is one; None for it alone."""
+    """The group of the ranks on a line of the grid, this one among them; None if it is alone."""
     if len(line) == 1:
         return None
     if len(line) == world.global_size:
@@ -176,11 +169,11 @@ def group_along(line: torch.Tensor, world: World) -> dist.ProcessGroup | None:
 
 
 def group_of(ranks, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of some ranks, of which this is one. Only they call it, and wait for one another.
+    """A group of some ranks, this one among them. Only they call it, and wait for one another.
 
-    torch's init_device_mesh makes all groups in turn, while every rank waits for each. These groups
-    are named after their ranks and the number of groups that this rank is in: all ranks of a group
-    must have made equally many before.
+    torch's init_device_mesh makes all groups in turn, while every rank waits for each. Here torch
+    names a group after its ranks and the number of groups that this rank is in already: it must be
+    the same on all ranks of a group.
     """
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
@@ -188,12 +181,13 @@ def group_of(ranks, timeout: timedelta) -> dist.ProcessGroup:
 def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -> torch.device:
     """The device of this rank, the `local_rank`-th of `local_size` on this machine, `size` in all.
 
-    Several ranks on a Mac use the CPU: MPS has no collectives. A rank that sees one GPU takes that:
-    srun may show each rank a different one. Raises UserError if the ranks see several, but too few.
+    Several ranks on a Mac use the CPU: MPS has no collectives. A rank that sees one GPU takes it:
+    srun may show each rank a different one, and if not, NCCL says so (`user_error`). Raises
+    UserError if the ranks see several, but too few.
     """
-    there = (
-        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    )
+    there = "cpu"
+    if torch.accelerator.is_available():
+        there = torch.accelerator.current_accelerator().type
     if there == "cpu" and device_type in ("auto", "cuda"):
         devices.note_unused_gpu(device_type, size)
     if device_type == "auto":
@@ -209,9 +203,11 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
     if device_type != "cuda":
         return torch.device(device_type)
     count = torch.cuda.device_count()
-    fix = f"start one rank per GPU, as with --nproc_per_node={count}"
-    enough = count == 1 or max(local_size, local_rank + 1) <= count
-    require(enough, f"{local_size} ranks of this machine share {count} GPUs: {fix}")
+    require(
+        count == 1 or max(local_size, local_rank + 1) <= count,
+        f"{local_size} ranks of this machine share {count} GPUs: start one rank per GPU, as with "
+        f"--nproc_per_node={count}",
+    )
     device = torch.device("cuda", 0 if count == 1 else local_rank)
     devices.open_gpu(device)
     return device
@@ -231,37 +227,6 @@ def quiet_nccl(timeout: timedelta) -> None:
     # It also aborts when its own thread stands still, such as in a driver that hangs: later than
     # ours would.
     env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-
-
-def identity(device: torch.device) -> tuple:
-    """What identifies a GPU in a run: host, index, PCI address, UUID, and *_VISIBLE_DEVICES.
-
-    The parts of a partitioned GPU may share address and UUID. Then the index or the variables
-    differ.
-    """
-    found = torch.cuda.get_device_properties(device)
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id", "uuid")
-    place = [str(getattr(found, name, "")) for name in names]
-    sees = [os.environ.get(f"{maker}_VISIBLE_DEVICES") for maker in ("CUDA", "HIP", "ROCR")]
-    return platform.node(), device.index, *place, *sees
-
-
-def require_own_gpus(mine: tuple) -> None:
-    """UserError, on all ranks, if two have the same GPU. `mine`: `identity` of this rank's.
-
-    A rank that sees one GPU cannot tell by itself whether others use it, too. Under torchrun all
-    ranks of a machine see the same one. Under `srun --gpus-per-task=1` each sees a different one,
-    yet with the same name (cuda:0), and CUDA_VISIBLE_DEVICES may be 0 on all. So the ranks compare.
-    """
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    first = {}
-    for rank, gpu in enumerate(found):
-        if gpu in first:
-            who = f"ranks {first[gpu]} and {rank} share one GPU of {gpu[0]}"
-            fix = "start one rank per GPU (--nproc_per_node)"
-            raise UserError(f"{who}: {fix}, or show each its own (--gpus-per-task=1)", True)
-        first[gpu] = rank
 
 
 def join_freed_gpu_memory() -> None:
@@ -303,9 +268,11 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
         dist.init_process_group(store=dist.HashStore(), **group)
         return
     host, port = os.environ.get("MASTER_ADDR"), program.number("MASTER_PORT", 0)
-    known = host and 0 < port < 2**16
-    problem = f"MASTER_ADDR={host or ''} and MASTER_PORT={port} are no address of rank 0"
-    require(known, f"{problem}: set both, or start with torchrun")
+    require(
+        host and 0 < port < 2**16,
+        f"MASTER_ADDR={host or ''} and MASTER_PORT={port} are not the address of rank 0: set both, "
+        "or start with torchrun",
+    )
     where = f"{host}:{port}"
     try:
         # Later than `meet`, which knows more, even if rank 0 is a whole meeting late.
@@ -333,14 +300,15 @@ def open_store(host: str, port: int, rank: int) -> dist.Store:
     try:
         return dist.TCPStore(host, port, is_master=serves, **options)
     except dist.DistError as error:
-        taken = serves and "EADDRINUSE" in str(error)
-        fix = "set MASTER_PORT to a free one"
-        require(not taken, f"port {port} on {platform.node()} is in use: {fix}")
+        require(
+            not serves or "EADDRINUSE" not in str(error),
+            f"port {port} on {platform.node()} is in use: set MASTER_PORT to a free one",
+        )
         raise
 
 
 def torchrun_serves() -> bool:
-    """Is the store that of torchrun, rather than of rank 0?"""
+    """Does torchrun serve the store? Else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -466,7 +434,7 @@ class RollCall(threading.Thread):
                     self.leave(silence_of(names, len(gone), self.patience) * is_first)
 
     def exchange(self) -> None:
-        """Give a sign of life, and look at those of others."""
+        """Give a sign of life, and look at the others' counts."""
         self.store.add(f"count {self.rank}", 1)
         counts = {rank: self.store.add(f"count {rank}", 0) for rank in self.signs.counts}
         self.signs.look(counts, time.monotonic())
@@ -498,7 +466,7 @@ def end_roll_call() -> None:
 
 
 def silence_of(names: list[str], number: int, patience: float) -> str:
-    """What to say of so many ranks without a sign of life, of which the first have these names."""
+    """What to say of `number` silent ranks. names: of the first SHOWN."""
     more = f" and {number - SHOWN} more ranks" * (number > SHOWN)
     silent = ", ".join(names) + more
     return f"no sign of life for {patience:g} s: {silent} died, stopped, or cannot be reached"
@@ -515,10 +483,10 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def in_time(what: str, seconds: float | None = None):
-    """Limits what all ranks do together: if it takes too long, prints a line, ends this process.
+    """Give the ranks this long to do something together. After that: a line, and RESUME_ME.
 
-    A rank that waits for the address of a dead one would do so until the timeout of a collective.
-    seconds: later than whatever knows more; if not given, than `RollCall`.
+    Otherwise a rank would wait for the address of a dead one until the timeout of a collective.
+    seconds: the default is later than `RollCall`, which knows who is missing.
     """
     seconds = seconds or MEETING + 5
     me = whoami(program.rank())
@@ -557,8 +525,8 @@ def slurm_first_host() -> str:
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         return found.stdout.split()[0]
     except (KeyError, OSError, subprocess.CalledProcessError, IndexError) as error:
-        fix = "set MASTER_ADDR to its name"
-        raise UserError(f"cannot ask SLURM for the first node: {fix}") from error
+        message = "cannot ask SLURM for the first node: set MASTER_ADDR to its name"
+        raise UserError(message) from error
 
 
 # -------------------------------------------------------------------------------------------------
@@ -795,8 +763,10 @@ def user_error(error: BaseException) -> BaseException | None:
     if out_of_memory(error):
         return UserError(program.memory_line(error))
     if DUPLICATE_GPU in str(error):
-        fix = "start one rank per GPU (--nproc_per_node), or show each its own (--gpus-per-task=1)"
-        return UserError(f"two ranks use one GPU: {fix}")
+        return UserError(
+            "two ranks use one GPU: start one rank per GPU (--nproc_per_node), or show each rank "
+            "its own (--gpus-per-task=1)"
+        )
     return None
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import config
 import program
-from devices import NODE_WATTS, PUBLISHED_MI250
+from planning.fleet import NODE_WATTS
+from planning.picture import PUBLISHED_MI250
 from program import require
 from storage import files
 

@@ -96,7 +96,7 @@ def turn(decoder: Decoder, prompts, settings: dict) -> float:
 def limit(decoder: Decoder, batch: int) -> str:
     """Milliseconds that this GPU needs to read weights and cache in the middle of a text."""
     row = devices.identify(decoder.device)
-    if not (row and row.bandwidth_gbs):
+    if not row:
         return "n/a"
     context = PROMPT_TOKENS + NEW_TOKENS // 2
     width = decoder.dtype.itemsize

@@ -14,16 +14,25 @@ from typing import Literal
 import flops
 import program
 from config import MPTConfig, TrainConfig
-from devices import NODE_OVER_BOARD, NODE_WATTS, PUBLISHED_FRONTIER, Device
+from devices import Device
 from planning import certainty, matmuls, search, step_time
 from planning.budget import TOKENS_PER_PARAMETER, chinchilla_loss
-from planning.fleet import UNKNOWN_LINK, FleetArgs, network_words
+from planning.fleet import (
+    NODE_OVER_BOARD,
+    NODE_WATTS,
+    UNKNOWN_LINK,
+    FleetArgs,
+    network_words,
+)
 from planning.search import Plan, Question
 from program import UserError, require
 
 # The settings that fsdp_train.py needs for a layout.
 LAYOUT = """tp sequence_parallel pp sharding shard_size activation_checkpointing recompute_every
     microbatch_size global_batch_size""".split()
+# Dash et al., "Optimizing Distributed Training on Frontier for Large Language Models" (2312.12705):
+# models of 22B, 175B and 1T. {(n_layers, d_model): TFLOP/s of one GCD of MI250X}
+PUBLISHED_FRONTIER = {(48, 6144): 73.5, (96, 12288): 69.2, (128, 25600): 61.2}
 # Settings of which each kind of device may have its own: --device=h100,mi250 --price=2.5,1.2
 OF_A_KIND = """device machine node_size network bandwidth memory_gb attention_efficiency
     calibrate price watts""".split()

@@ -8,8 +8,8 @@ Ranks are numbered so that tensor-parallel ranks are neighbours, data-parallel r
 pipeline stages are farthest apart. So a ring's ranks are a fixed stride apart, and its stride says
 how many of them a node holds.
 
-`fleet_of` turns flags into a fleet. What they leave out comes from a machine's row below, else from
-devices.py: the network that nodes of such devices usually have.
+`fleet_of` turns flags into a fleet. What they leave out comes from a machine's row below, else it
+is the network that nodes of such devices usually have.
 
 Run `python -m planning.fleet --machine=frontier --devices=64` for the bandwidth of rings of each
 size, or without settings for the machines that have a name.
@@ -35,6 +35,33 @@ SWITCH_NODES = 16
 COLLISIONS = 0.03
 NODE_SIZE = 8  # torch devices of a node if nobody says
 DOUBTFUL_NETWORK = 3.0  # times a device's usual network: above that, it may be in Gb/s
+
+# GB/s, each way, that a node's network has for each of its torch devices, in the nodes of vendors
+# and of large machines. The keys are what the names of a family begin with. NVIDIA's user guides:
+# DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400; DGX B300 8 x 800; GB200 NVL72 72 x 400.
+# Frontier and LUMI: 4 x 200 Gb/s for 8 GCDs of MI250X. El Capitan and JUPITER: 4 x 200 for 4 MI300A
+# or GH200. Azure's ND MI300X v5: 8 x 400; other nodes with AMD's boards of 8 are alike.
+NETWORK_GBS = {
+    "A100 SXM": 25,
+    "H100 SXM": 50,
+    "H200 SXM": 50,
+    "B200": 50,
+    "B300": 100,
+    "GB200": 50,
+    "GH200": 25,
+    "MI250": 12.5,
+    "MI300X": 50,
+    "MI300A": 25,
+    "MI325X": 50,
+    "MI350X": 50,
+    "MI355X": 50,
+}
+OTHER_NETWORK_GBS = 12.5  # of other devices: 100 Gb/s each, a guess
+
+# Watts of one torch device with its share of the node: rated watts of a published node / its torch
+# devices (4 cards x 2; 8 GPUs; 8 GPUs). The keys are what the names of a family begin with.
+NODE_WATTS = {"MI250": 3000 / 8, "A100 SXM": 6500 / 8, "H100 SXM": 10200 / 8}
+NODE_OVER_BOARD = 1.7  # node / board power of other devices: the mean of these three
 
 NetworkFrom = Literal["set", "machine", "measured", "assumed"]
 
@@ -192,10 +219,10 @@ def device_of_machine(machine: Machine, args: FleetArgs) -> Device:
 
 def usual_network(device: Device) -> float:
     """GB/s of a node's network for each of its devices, in the usual nodes of this device."""
-    for family, gbs in devices.NETWORK_GBS.items():
+    for family, gbs in NETWORK_GBS.items():
         if device.name.startswith(family):
             return gbs
-    return devices.OTHER_NETWORK_GBS
+    return OTHER_NETWORK_GBS
 
 
 def with_node_size(fleet: Fleet, node_size: int) -> Fleet:
@@ -235,7 +262,7 @@ def network_words(fleet: Fleet, args: FleetArgs) -> str:
         links = MACHINES[args.machine].links
         return f"{gbs}: {args.machine}'s, {links}, of which not all may arrive"
     name = fleet.device.name
-    is_known = name.startswith(tuple(devices.NETWORK_GBS))
+    is_known = name.startswith(tuple(NETWORK_GBS))
     source = f"as usual with {name}" if is_known else "a guess"
     each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
     fix = "set --network or --machine, it matters more than any constant"

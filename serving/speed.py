@@ -62,7 +62,7 @@ def share_of_bandwidth(gbs: float, device: torch.device) -> str:
         source = "this CPU's, measured by reading"
     else:
         known = devices.identify(device)
-        if not known or not known.bandwidth_gbs:  # not in the table, or only its peak is known
+        if not known:  # not in the table
             return "share of the bandwidth n/a"
         bandwidth = known.bandwidth_gbs
         source = known.name

@@ -315,7 +315,7 @@ def save_nan(world, cfg):
 def test_weights_that_are_not_finite_are_not_saved(ranks, tmp_path, size):
     texts = ranks(size)(save_nan, replace(RUN, run_dir=str(tmp_path)))
     message = (
-        "could not save step 2: transformer.wpe.weight holds numbers that are not finite. "
+        "could not save step 2: transformer.wpe.weight contains NaN or infinity. "
         f"The last good checkpoint is {tmp_path}/checkpoints/step-1"
     )
     assert texts == [message] * size

@@ -9,11 +9,10 @@ from conftest import ROOT, flags_for
 from layouts import check
 
 import config
-import devices
 import flops
 import plan
 from config import MPTConfig, TrainConfig
-from planning import memory
+from planning import answer, memory
 
 RECIPES = ("22b", "175b", "1t")
 GCDS = {"22b": 16, "175b": 1024, "1t": 3072}
@@ -44,7 +43,7 @@ def test_the_shape_and_the_layout_are_the_published_ones(name):
     m, cfg = settings_of(name)
     shapes = {"22b": (48, 6144, 48), "175b": (96, 12288, 96), "1t": (128, 25600, 200)}
     assert (m.n_layers, m.d_model, m.n_heads) == shapes[name]
-    assert (m.n_layers, m.d_model) in devices.PUBLISHED_FRONTIER
+    assert (m.n_layers, m.d_model) in answer.PUBLISHED_FRONTIER
     layouts = {"22b": (1, 8, "DDP"), "175b": (4, 16, "ZERO1"), "1t": (8, 64, "ZERO1")}
     assert (cfg.tp, cfg.pp, cfg.sharding) == layouts[name]
     assert (cfg.microbatch_size, cfg.activation_checkpointing) == (1, "full")
@@ -72,7 +71,7 @@ def test_the_comment_divides_ranks_layers_and_batch(name):
     pattern = r"sbatch --nodes=(\d+) --signal=USR1@(\d+) slurm/train_srun"
     nodes, seconds_left = map(int, re.search(pattern, comment).groups())
     assert 8 * nodes == ranks
-    speed = devices.PUBLISHED_FRONTIER[m.n_layers, m.d_model] * 1e12
+    speed = answer.PUBLISHED_FRONTIER[m.n_layers, m.d_model] * 1e12
     step = 6 * flops.n_params(m) * cfg.global_batch_size * 2048 / (ranks * speed)
     assert f" of the peak: {10 * round(step / 10)} s a step." in comment
     assert seconds_left > 2 * step + 200  # the run notices a signal one step late, then it saves
@@ -122,7 +121,7 @@ def test_a_plan_stands_beside_what_was_published(name, capsys):
     m, cfg = settings_of(name)
     plan.main([path_of(name), "--device=mi250x", f"--devices={GCDS[name]}", "--json"])
     found = json.loads(capsys.readouterr().out)
-    published = devices.PUBLISHED_FRONTIER[m.n_layers, m.d_model]
+    published = answer.PUBLISHED_FRONTIER[m.n_layers, m.d_model]
     assert found["published"]["tflops_per_device"] == published
     share_of_peak = {"22b": 0.3838, "175b": 0.3614, "1t": 0.3196}
     assert published / 191.5 == pytest.approx(share_of_peak[name], abs=5e-4)

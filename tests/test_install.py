@@ -209,7 +209,7 @@ def test_without_torch_the_tested_versions_are_installed(project, tmp_path):
     project.env["PIP_INDEX_URL"] = f"http://127.0.0.1:{server.server_port}/none"
     code = f"import install; install.main(['requirements.txt'], dev='dev', cpu_index={url!r})"
     project.run(below, "-c", code)
-    local = "+cpu" if sys.platform == "linux" and not shutil.which("sbatch") else ""
+    local = "+cpu" if sys.platform == "linux" else ""
     assert project.versions("torch", "tiktoken", "tqdm") == [f"2.13.0{local}", "0.14.0", "4.70.1"]
     calls = project.pip_calls()
     assert calls == (2 if local else 1)
@@ -275,9 +275,6 @@ STAMP = "environment.json"
 BROKEN = {  # what happens to `.venv` -> how
     "killed": killed_while_the_venv_is_made,
     "no lib": lambda project, rocm: shutil.rmtree(project.venv / "lib"),
-    "a package removed": lambda project, rocm: [
-        shutil.rmtree(path) for path in packages(project.venv).glob("tiktoken*")
-    ],
     "a stamp cut": lambda project, rocm: os.truncate(project.venv / STAMP, 20),
     "an odd stamp": lambda project, rocm: (project.venv / STAMP).write_text("[]"),
 }
@@ -353,30 +350,21 @@ only_linux = pytest.mark.skipif(
 
 
 @only_linux
-def test_the_build_of_torch_follows_the_devices(tmp_path, monkeypatch, capsys):
-    """A compute node of SLURM has sbatch, too: for its AMD GPU, PyPI's torch would be NVIDIA's."""
+def test_the_build_of_torch_follows_the_devices(tmp_path, capsys):
+    """For an AMD GPU PyPI's torch would be NVIDIA's."""
 
     def index(has_torch=False):
         return install.torch_index(has_torch, tmp_path / "dev", "http://127.0.0.1:9")
 
-    def assert_refused(words):
-        with pytest.raises(SystemExit) as stopped:
-            index()
-        message = capsys.readouterr().err
-        assert stopped.value.code == 2 and message.count("\n") == 1 and words in message
-
-    (tmp_path / "bin").mkdir()
     (tmp_path / "dev").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert index() is None
-    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\n")
-    (tmp_path / "bin/sbatch").chmod(0o755)
-    assert index() is None
-    assert "login node" in capsys.readouterr().out
     (tmp_path / "dev/kfd").touch()
-    assert_refused("an AMD GPU is here")
-    (tmp_path / "bin/sbatch").unlink()
-    assert_refused(".venv/bin/pip install torch --index-url")
+    with pytest.raises(SystemExit) as stopped:
+        index()
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and message.count("\n") == 1
+    assert "an AMD GPU is here" in message
+    assert ".venv/bin/pip install torch --index-url" in message
     assert index(has_torch=True) is None  # ROCm's torch is there
     (tmp_path / "dev/nvidia0").touch()
     assert index() is None

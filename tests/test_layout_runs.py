@@ -308,11 +308,9 @@ def test_programs_without_tensor_ranks_or_stages_say_so(program, argv, words):
 @pytest.mark.parametrize(
     "size, tp, pp, fix",
     [
-        (3, 1, 2, "start a multiple of 2, or set --pp=1 or 3"),
-        (1, 1, 4, "start a multiple of 4, or set --pp=1"),
-        (1, 2, 1, "start a multiple of 2, or set --tp=1"),
+        (3, 1, 2, "start a multiple of 2, or set tp x pp to 1 or 3"),
+        (1, 1, 4, "start a multiple of 4, or set tp x pp to 1"),
         (6, 2, 2, "start a multiple of 4, or set tp x pp to 3 or 6"),
-        (6, 4, 1, "start a multiple of 4, or set --tp=3 or 6"),
     ],
 )
 def test_numbers_of_ranks_that_fit_are_named(size, tp, pp, fix):
@@ -326,7 +324,7 @@ def test_numbers_of_ranks_that_fit_are_named(size, tp, pp, fix):
     "size, mistake, words",
     [
         (2, ["--tp=2", "--sequence_parallel", "--max_seq_len=31"], "does not divide max_seq_len"),
-        (3, ["--pp=2"], "3 ranks do not form pipelines of pp 2"),
+        (3, ["--pp=2"], "3 ranks cannot form a grid of tp 1 x pp 2"),
         (4, ["--pp=2", "--global_batch_size=7"], "set --global_batch_size=6 or 8"),
     ],
     ids=str,

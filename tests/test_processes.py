@@ -367,10 +367,6 @@ def test_nccl_ends_a_rank_itself_unless_a_watchdog_of_ours_does(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------
-# Starting ranks on this machine
-
-
-# -------------------------------------------------------------------------------------------------
 # One GPU a rank
 
 
@@ -447,32 +443,3 @@ def test_pytorch_reads_the_setting_of_its_allocator():
     code += "; print([part['is_expandable'] for part in torch.cuda.memory_snapshot()])"
     printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     assert printed.strip() == str([torch.version.hip is None])
-
-
-def compared(world, gpus_of_ranks):
-    try:
-        return processes.require_own_gpus(gpus_of_ranks[world.global_rank])
-    except UserError as error:
-        return str(error), error.on_all_ranks
-
-
-def test_ranks_that_see_the_same_single_gpu_are_a_mistake(ranks):
-    """Under torchrun all ranks of a machine with one GPU see it; on two machines they are two."""
-    own = [
-        ("a", "0", "12", "0", "x"),
-        ("a", "0", "13", "0", "y"),
-        ("b", "0", "12", "0", "x"),
-        ("b", "0", "12", "0", "z"),
-    ]
-    assert ranks(4)(compared, own) == [None] * 4
-    ((words, everywhere),) = set(ranks(4)(compared, [*own[:3], own[1]]))
-    assert words.startswith("ranks 1 and 3 share one GPU of a: ") and everywhere
-    assert "--nproc_per_node" in words
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_told_from_others():
-    count = torch.cuda.device_count()
-    found = {processes.identity(torch.device("cuda", index)) for index in range(count)}
-    assert len({gpu[2:6] for gpu in found}) == count  # not by their index alone
-    assert all(gpu[0] and gpu[5] for gpu in found)

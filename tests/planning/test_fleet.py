@@ -44,7 +44,7 @@ def test_a_network_grows_with_the_devices_of_a_node(device, node_size, gbs):
 
 
 def test_every_family_with_a_network_is_in_the_table():
-    for family in devices.NETWORK_GBS:
+    for family in fleet.NETWORK_GBS:
         assert any(row.name.startswith(family) for row in devices.TABLE), family
 
 

@@ -139,7 +139,6 @@ class Properties:
     minor: int = 0
     total_memory: int = 80 * 2**30
     multi_processor_count: int = 132
-    clock_rate: int = 1_980_000  # kHz
     gcnArchName: str = ""  # AMD's
 
 
