@@ -87,12 +87,9 @@ def read(folder) -> Adapter:
     require(source.exists(), f"{problem}: expected {CONFIG_FILE} and {TENSOR_FILE}")
     foreign = files.read_json(source)
     settings = settings_from(foreign, source)
+    fix = "load it with a current peft, whose save_pretrained writes that file"
     has_tensors = (folder / TENSOR_FILE).exists()
-    pickled = folder / "adapter_model.bin"
-    is_old = pickled.exists() and not has_tensors
-    fix = f"load it with a current peft, whose save_pretrained writes {TENSOR_FILE}"
-    require(not is_old, f"{pickled} is a pickle, which can run any code: {fix}")
-    require(has_tensors, f"{folder} has {CONFIG_FILE}, but no {TENSOR_FILE} beside it")
+    require(has_tensors, f"{folder} has no {TENSOR_FILE} beside {CONFIG_FILE}: {fix}")
     tensors = mapped(folder / TENSOR_FILE, settings.lora_rank)
     check_named(tensors, foreign, source)
     return Adapter(settings, tensors, foreign.get("base_model_name_or_path") or "")

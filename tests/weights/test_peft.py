@@ -368,12 +368,11 @@ BROKEN_CONFIG = [
 ]
 A0 = f"{PREFIX}0.attn.Wqkv.lora_A.weight"
 BROKEN_TENSORS = [
-    (lambda f: (f / peft.TENSOR_FILE).unlink(), "no adapter_model.safetensors beside it"),
     (lambda f: shutil.rmtree(f), "no adapter in .*out, which does not exist"),
     (lambda f: (f / peft.CONFIG_FILE).unlink(), "expected adapter_config.json"),
     (
         lambda f: (f / peft.TENSOR_FILE).rename(f / "adapter_model.bin"),
-        "adapter_model.bin is a pickle, which can run any code",
+        "out has no adapter_model.safetensors beside adapter_config.json: load it with a current",
     ),
     (lambda f: rewrite(f, dict.clear), "holds no tensors"),
     (lambda f: rewrite(f, lambda s: s.pop(A0)), "Wqkv has lora_B but no lora_A"),
