@@ -99,9 +99,8 @@ def load_into(model: MPT, path) -> None:
     # Adapters (lora.py) are ours.
     params = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
     layout = layout_of(model)
-    for name, stored in tensors.items():
-        if name in params:
-            fill(layout.pieces(name, params[name].detach()), stored)
+    pieces = {name: layout.pieces(name, p.detach()) for name, p in params.items()}
+    fill(pieces, tensors)
 
 
 def settings_of(path) -> MPTConfig:

@@ -53,6 +53,16 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row, that is, of one index of the first dimension."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    @property
+    def chunk_rows(self) -> int:
+        """How many rows are read at a time."""
+        return max(1, CHUNK // self.row_bytes)
+
 
 def locate(path: Path) -> dict[str, Stored]:
     """Where each tensor of a folder or file is stored, by name, without Composer's `model.`.
@@ -198,47 +208,59 @@ def nested(content, *names):
     return content
 
 
-@torch.no_grad()
-def fill(pieces: list[tuple[tuple[int, ...], torch.Tensor]], stored: Stored) -> None:
-    """Read a stored tensor into the pieces of it that this rank has, converted to their dtype.
+def fill(pieces_of: dict, tensors: dict[str, Stored]) -> None:
+    """Read stored tensors into the pieces of them that this rank has, converted to their dtype.
 
-    pieces: [(corner in the whole tensor, where to put what begins there), ...], see
-    tensor_parallel.Layout. Each rank reads only its own rows, CHUNK bytes at a time.
+    pieces_of: name -> [(corner in the whole tensor, where to put what begins there), ...], see
+    tensor_parallel.Layout. Each rank reads only its own rows, and opens the file anew after CHUNK
+    bytes: what was mapped before is then not in memory any more. UserError if a file has been
+    damaged since `locate`.
     """
-    n_rows = rows_per_chunk(stored)
+    group, group_bytes = [], 0
+    for name, stored in tensors.items():
+        for target, place in chunks_of(pieces_of.get(name, []), stored):
+            n_bytes = len(target) * stored.row_bytes
+            is_full = group_bytes + n_bytes > CHUNK
+            if group and (is_full or stored.file != group[-1][1].file):
+                copy(group)
+                group, group_bytes = [], 0
+            group.append((target, stored, place))
+            group_bytes += n_bytes
+    if group:
+        copy(group)
+
+
+def chunks_of(pieces: list[tuple[tuple[int, ...], torch.Tensor]], stored: Stored):
+    """Yields (what to fill, slices of the stored tensor) in rows of at most CHUNK bytes."""
     for corner, block in pieces:
         columns = [
             slice(begin, begin + size)
             for begin, size in zip(corner[1:], block.shape[1:], strict=True)
         ]
-        for first in range(0, len(block), n_rows):
-            target = block[first : first + n_rows]
+        for first in range(0, len(block), stored.chunk_rows):
+            target = block[first : first + stored.chunk_rows]
             begin = corner[0] + first
-            target.copy_(part_of(stored, slice(begin, begin + len(target)), *columns))
+            yield target, (slice(begin, begin + len(target)), *columns)
 
 
-def rows_per_chunk(stored: Stored) -> int:
-    """How many rows (indices of the first dimension) of a stored tensor are CHUNK bytes."""
-    return max(1, CHUNK // (stored.dtype.itemsize * math.prod(stored.shape[1:])))
-
-
-def part_of(stored: Stored, *slices: slice) -> torch.Tensor:
-    """A part of a stored tensor, mapped into memory.
-
-    The file is opened anew, so that what was read before is not in memory any more. UserError if it
-    has been damaged since.
-    """
-    with opened(stored.file) as tensors:
-        return tensors[stored.name][slices]
+@torch.no_grad()
+def copy(group: list[tuple[torch.Tensor, Stored, tuple[slice, ...]]]) -> None:
+    """Fill tensors from places in stored ones, all of one file."""
+    with opened(group[0][1].file) as tensors:
+        for target, stored, place in group:
+            target.copy_(tensors[stored.name][place])
 
 
 def same_values(a: Stored, b: Stored) -> bool:
     """Do two stored tensors have the same numbers, dtype and shape?"""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    n_rows = rows_per_chunk(a)
-    chunks = [slice(first, first + n_rows) for first in range(0, a.shape[0], n_rows)]
-    return all(torch.equal(part_of(a, rows), part_of(b, rows)) for rows in chunks)
+    for first in range(0, a.shape[0], a.chunk_rows):
+        rows = slice(first, first + a.chunk_rows)
+        with opened(a.file) as of_a, opened(b.file) as of_b:
+            if not torch.equal(of_a[a.name][rows], of_b[b.name][rows]):
+                return False
+    return True
 
 
 # --------------------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def fill_placed(world, folder, cfg):
         for pair in pairs:
             wanted = distribute_tensor(weights[name], mesh, pair, src_data_rank=None)
             found = torch.full_like(wanted, torch.nan)
-            tensor_files.fill(WHOLE.pieces(name, found), layout[name])
+            tensor_files.fill({name: WHOLE.pieces(name, found)}, layout)
             if found.placements != pair or not torch.equal(found.to_local(), wanted.to_local()):
                 wrong.append((name, pair))
     return wrong
@@ -536,9 +536,9 @@ def test_tensors_of_a_bin_file_that_are_not_stored_as_they_are(tmp_path):
 
 def test_a_file_that_shrinks_while_it_is_read(theirs):
     model, name = MPT(hf.settings_of(theirs)), "transformer.wte.weight"
-    found = hf.find_tensors(theirs, model)[name]
-    shorten(found.file, by=10_000)
-    pieces = WHOLE.pieces(name, model.get_parameter(name))
+    found = hf.find_tensors(theirs, model)
+    shorten(found[name].file, by=10_000)
+    pieces = {name: WHOLE.pieces(name, model.get_parameter(name))}
     assert "truncated or damaged" in refusal(tensor_files.fill, pieces, found)
 
 

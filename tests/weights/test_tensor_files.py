@@ -182,5 +182,5 @@ def test_another_byte_order_is_read(tmp_path):
             there.writestr(name, swapped if name.endswith("data/0") else content)
     for file in (little, big):
         found = torch.empty(4)
-        tensor_files.fill([((0,), found)], tensor_files.locate(file)["x"])
+        tensor_files.fill({"x": [((0,), found)]}, tensor_files.locate(file))
         assert torch.equal(found, numbers)
