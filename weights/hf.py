@@ -70,14 +70,8 @@ def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
     require(
         not missing, f"{path} lacks {len(missing)} tensors of this model, such as {missing[:1]}"
     )
-    if model.cfg.tie_word_embeddings and "lm_head.weight" in found:
-        # Older versions of transformers wrote a tied output layer under both names.
-        head = found.pop("lm_head.weight")
-        require(
-            same_values(head, found["transformer.wte.weight"]),
-            f"lm_head.weight in {path} differs from the embedding: "
-            "set tie_word_embeddings to false in its config.json",
-        )
+    # Older versions of transformers wrote a tied output layer under both names.
+    head = found.pop("lm_head.weight", None) if model.cfg.tie_word_embeddings else None
     unknown = [name for name in found if name not in wanted]
     require(
         not unknown,
@@ -88,6 +82,11 @@ def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
             found[name].shape == shape,
             f"{name} is {found[name].shape} in {path}, but {shape} in this model",
         )
+    require(
+        head is None or same_values(head, found["transformer.wte.weight"]),
+        f"lm_head.weight in {path} differs from the embedding: "
+        "set tie_word_embeddings to false in its config.json",
+    )
     return found
 
 
@@ -102,9 +101,8 @@ def load_into(model: MPT, path) -> None:
     # Adapters (lora.py) are ours.
     params = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
     layout = layout_of(model)
-    # In the order in which they are stored, so that files are read from front to back.
-    for name in sorted(params, key=lambda name: (tensors[name].file, tensors[name].offset)):
-        fill(layout.pieces(name, params[name].detach()), tensors[name])
+    pieces = {name: layout.pieces(name, p.detach()) for name, p in params.items()}
+    fill(pieces, tensors)
 
 
 def settings_of(path) -> MPTConfig:

@@ -93,12 +93,18 @@ OFF = [None, False, [], {}]
 # In these objects one setting decides. Queries are scaled by 1 + attn_scale x a function of their
 # position; torch's linear layer is the same with any other setting.
 DECIDES = {"attn_temperature_tuning": "attn_scale", "fc_type": "name"}
-# These say what other settings say already, some in the words of other models. See
-# `check_restated`.
-RESTATED_KEYS = """
-    head_dim ffn_hidden_size attention_bias hidden_size num_hidden_layers num_attention_heads
-    num_key_value_heads intermediate_size max_position_embeddings
-""".split()
+# These say what other settings say already, some in the words of other models: what it must be.
+RESTATED = {
+    "head_dim": (lambda cfg: cfg.head_dim, "d_model / n_heads"),
+    "ffn_hidden_size": (lambda cfg: cfg.hidden_dim, "d_model x expansion_ratio"),
+    "attention_bias": (lambda cfg: not cfg.no_bias, "the opposite of no_bias"),
+    "hidden_size": (lambda cfg: cfg.d_model, "d_model"),
+    "num_hidden_layers": (lambda cfg: cfg.n_layers, "n_layers"),
+    "num_attention_heads": (lambda cfg: cfg.n_heads, "n_heads"),
+    "num_key_value_heads": (lambda cfg: cfg.n_kv_heads, "n_heads, or kv_n_heads"),
+    "intermediate_size": (lambda cfg: cfg.hidden_dim, "d_model x expansion_ratio"),
+    "max_position_embeddings": (lambda cfg: cfg.max_seq_len, "max_seq_len"),
+}
 
 # --------------------------------------------------------------------------------------------------
 # config.json -> MPTConfig
@@ -174,9 +180,8 @@ def values_of(group: dict, place: str, source: str) -> dict:
         home = HOMES.get(key)
         if home == place:
             if key not in OTHER_ATTENTION_KEYS:
-                require_scalar(value, key, source)
                 values[key] = config.checked(value, types[key], key, source)
-        elif key not in IGNORED_KEYS + SAMPLING_KEYS + RESTATED_KEYS:
+        elif key not in [*IGNORED_KEYS, *SAMPLING_KEYS, *RESTATED]:
             if key in DECIDES and isinstance(value, dict):
                 value = value.get(DECIDES[key])
                 key = f"{key}.{DECIDES[key]}"
@@ -198,34 +203,14 @@ def changes_nothing(key: str, value) -> bool:
 
 def check_restated(group: dict, cfg: MPTConfig, source: str) -> None:
     """UserError if a size or bias that follows from `cfg` is set to something else."""
-    follows = {
-        "head_dim": (cfg.head_dim, "d_model / n_heads"),
-        "ffn_hidden_size": (cfg.hidden_dim, "d_model x expansion_ratio"),
-        "attention_bias": (not cfg.no_bias, "the opposite of no_bias"),
-        "hidden_size": (cfg.d_model, "d_model"),
-        "num_hidden_layers": (cfg.n_layers, "n_layers"),
-        "num_attention_heads": (cfg.n_heads, "n_heads"),
-        "num_key_value_heads": (cfg.n_kv_heads, "n_heads, or kv_n_heads"),
-        "intermediate_size": (cfg.hidden_dim, "d_model x expansion_ratio"),
-        "max_position_embeddings": (cfg.max_seq_len, "max_seq_len"),
-    }
-    for key in RESTATED_KEYS:
-        wanted, reason = follows[key]
+    for key, (follows, reason) in RESTATED.items():
+        wanted = follows(cfg)
         value = group.get(key)
         require(
             value is None or value == wanted,
             f"{source} sets {key} to {files.shown(value)}, "
             f"only {json.dumps(wanted)} ({reason}) can be read",
         )
-
-
-def require_scalar(value, key: str, source: str) -> None:
-    """UserError unless `value` is text, true, false, null or a number that fits 64 bits."""
-    is_number = isinstance(value, int | float) and abs(value) < 2**63  # False for NaN
-    require(
-        is_number or isinstance(value, str | None),
-        f"{source} sets {key} to {files.shown(value)}, expected text or a number",
-    )
 
 
 def kv_heads(attention: dict, source: str) -> int | None:

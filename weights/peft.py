@@ -22,13 +22,10 @@ setting that would change what the model computes, and that lora.py does not hav
 """
 
 import json
-import math
 import re
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import regex  # comes with tiktoken; unlike re it can give up
 import torch
 
 import checkpoint
@@ -43,7 +40,7 @@ from program import UserError, require
 from storage import files
 from weights import hf, hf_tokenizer, load
 from weights.adapters import Adapter, check_fits, of_run
-from weights.tensor_files import Stored, safetensors_layout, write_safetensors
+from weights.tensor_files import Stored, opened, stored_as, write_safetensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -75,9 +72,6 @@ IGNORED = """
 OFF = [None, False, [], {}, ""]
 ALLOWED = {"bias": ["none"], "init_lora_weights": [True, False, None, "gaussian", "orthogonal"]}
 
-PATTERN_SECONDS = 5.0  # for all layers; a usual pattern takes a millionth for one
-MOST_PATTERN = 1000  # characters
-
 # --------------------------------------------------------------------------------------------------
 # Reading
 
@@ -95,14 +89,10 @@ def read(folder) -> Adapter:
     require(source.exists(), f"{problem}: expected {CONFIG_FILE} and {TENSOR_FILE}")
     foreign = files.read_json(source)
     settings = settings_from(foreign, source)
+    fix = "load it with a current peft, whose save_pretrained writes that file"
     has_tensors = (folder / TENSOR_FILE).exists()
-    pickled = folder / "adapter_model.bin"
-    is_old = pickled.exists() and not has_tensors
-    fix = f"load it with a current peft, whose save_pretrained writes {TENSOR_FILE}"
-    require(not is_old, f"{pickled} is a pickle, which can run any code: {fix}")
-    require(has_tensors, f"{folder} has {CONFIG_FILE}, but no {TENSOR_FILE} beside it")
-    tensors = mapped(folder / TENSOR_FILE)
-    check_pairs(tensors, settings.lora_rank, folder)
+    require(has_tensors, f"{folder} has no {TENSOR_FILE} beside {CONFIG_FILE}: {fix}")
+    tensors = mapped(folder / TENSOR_FILE, settings.lora_rank)
     check_named(tensors, foreign, source)
     return Adapter(settings, tensors, foreign.get("base_model_name_or_path") or "")
 
@@ -138,45 +128,40 @@ def settings_from(foreign: dict, source: Path) -> TrainConfig:
     return settings
 
 
-def mapped(path: Path) -> dict[str, torch.Tensor]:
+def mapped(path: Path, rank: int) -> dict[str, torch.Tensor]:
     """The tensors of an adapter's file by our names, mapped into memory.
 
     Raises UserError for a name that is not an adapter's, damage, or numbers that are not finite.
     """
-    layout = safetensors_layout(path)
-    require(layout, f"{path} holds no tensors")
-    example = "base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight"
-    for name in layout:
-        problem = f"{path} holds {program.one_line(name)}, no adapter of a linear layer"
-        require(TENSOR_NAME.fullmatch(name), f"{problem}: expected names like {example}")
-    n_bytes = max(stored.offset + stored.bytes for stored in layout.values())
-    content = torch.from_file(str(path), shared=False, size=n_bytes, dtype=torch.uint8)
-    tensors = {}
-    for name, stored in layout.items():
-        ours = TENSOR_NAME.fullmatch(name)[1]
-        tensors[ours] = view_of(content, stored)
-        checkpoint.require_finite(f"{ours} in {path}", tensors[ours])
+    with opened(path) as content:
+        require(content, f"{path} holds no tensors")
+        stored = {our_name(path, name): stored_as(path, name, x) for name, x in content.items()}
+        check_pairs(stored, rank, path.parent)
+        tensors = {ours: content[theirs.name][:] for ours, theirs in stored.items()}
+    for name, tensor in tensors.items():
+        checkpoint.require_finite(f"{name} in {path}", tensor)
     return tensors
 
 
-def view_of(content: torch.Tensor, stored: Stored) -> torch.Tensor:
-    """A stored tensor as a view of the bytes of its file; a copy if it is not aligned there."""
-    data = content[stored.offset : stored.offset + stored.bytes]
-    if stored.offset % stored.dtype.itemsize:
-        data = data.clone()
-    return data.view(stored.dtype).view(stored.shape)
+def our_name(path: Path, name: str) -> str:
+    """Our name of a tensor in an adapter's file. UserError if it is not an adapter's."""
+    found = TENSOR_NAME.fullmatch(name)
+    example = "base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight"
+    problem = f"{path} holds {program.one_line(name)}, no adapter of a linear layer"
+    require(found, f"{problem}: expected names like {example}")
+    return found[1]
 
 
-def check_pairs(tensors: dict[str, torch.Tensor], rank: int, folder: Path) -> None:
+def check_pairs(stored: dict[str, Stored], rank: int, folder: Path) -> None:
     """UserError unless each layer has A (rank, in) and B (out, rank)."""
-    for name, tensor in tensors.items():
+    for name, tensor in stored.items():
         layer, _, factor = name.rpartition(".")
         is_a = factor == "lora_A"
         other = "lora_B" if is_a else "lora_A"
-        require(f"{layer}.{other}" in tensors, f"{layer} has {factor} but no {other} in {folder}")
-        fits = tensor.dim() == 2 and tensor.shape[0 if is_a else 1] == rank
+        require(f"{layer}.{other}" in stored, f"{layer} has {factor} but no {other} in {folder}")
+        shape = tensor.shape
+        fits = len(shape) == 2 and shape[0 if is_a else 1] == rank
         expected = f"({rank}, in)" if is_a else f"(out, {rank})"
-        shape = tuple(tensor.shape)
         require(fits, f"{name} is {shape} in {folder}, expected {expected}, since r is {rank}")
 
 
@@ -189,11 +174,10 @@ def check_named(tensors: dict[str, torch.Tensor], foreign: dict, source: Path) -
             is_of_kind = all(isinstance(item, kind) for item in value)
             require(is_of_kind, f"{source} is damaged ({name!r} is no list of {kind.__name__})")
             selection[name] = frozenset(value)
-    deadline = time.monotonic() + PATTERN_SECONDS
     for layer in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
         try:
-            named = is_named(layer, deadline, **selection)
-        except (ValueError, re.error, RecursionError, TimeoutError) as error:
+            named = is_named(layer, **selection)
+        except (re.error, OverflowError, RecursionError) as error:
             reason = program.one_line(error)
             raise UserError(f"{source} selects layers by a pattern that fails: {reason}") from error
         given = "; ".join(f"{name} {json.dumps(foreign.get(name))[:60]}" for name in SELECTION)
@@ -203,55 +187,38 @@ def check_named(tensors: dict[str, torch.Tensor], foreign: dict, source: Path) -
 
 
 def is_named(
-    layer: str,
-    deadline: float,
-    target_modules,
-    exclude_modules,
-    layers_to_transform,
-    layers_pattern,
+    layer: str, target_modules, exclude_modules, layers_to_transform, layers_pattern
 ) -> bool:
     """Does PEFT give a layer, such as transformer.blocks.0.attn.Wqkv, an adapter?
 
-    The settings are those of adapter_config.json, lists as sets. deadline: of `time.monotonic`, for
-    patterns. As `check_target_module_exists` in peft/tuners/tuners_utils.py. Raises what a pattern
-    may: re.error, ValueError, RecursionError, TimeoutError.
+    The settings are those of adapter_config.json, lists as sets. As `check_target_module_exists` in
+    peft/tuners/tuners_utils.py. Raises what a pattern may: re.error, OverflowError, RecursionError.
     """
-    if exclude_modules and is_among(layer, exclude_modules, deadline):
+    if exclude_modules and is_among(layer, exclude_modules):
         return False
     if isinstance(target_modules, str):
         everything = target_modules.lower() == "all-linear"
-        return everything or matches(target_modules, layer, deadline)
+        return everything or is_among(layer, target_modules)
     if target_modules is None:
         target_modules = {"Wqkv"}  # its default for MPT
     if layer in target_modules or layers_to_transform in (None, frozenset()):
-        return is_among(layer, target_modules, deadline)
+        return is_among(layer, target_modules)
 
     numbered = {layers_pattern} if isinstance(layers_pattern, str) else layers_pattern
     blocks, number = "transformer.blocks", int(layer.split(".")[2])
     ends = [rf"(?:.*\.)?{pattern}" for pattern in numbered or ()]
-    is_numbered = not ends or any(matches(end, blocks, deadline) for end in ends)
+    is_numbered = not ends or any(re.fullmatch(end, blocks) for end in ends)
     chosen = layers_to_transform
     is_chosen = number in (chosen if isinstance(chosen, frozenset) else {chosen})
-    return is_numbered and is_chosen and is_among(layer, target_modules, deadline)
+    return is_numbered and is_chosen and is_among(layer, target_modules)
 
 
-def is_among(layer: str, names, deadline: float) -> bool:
+def is_among(layer: str, names) -> bool:
     """Is a layer named by a pattern for its path, or by a set of paths and of their ends?"""
     if isinstance(names, str):
-        return matches(names, layer, deadline)
+        return bool(re.fullmatch(names, layer))
     parts = layer.split(".")
     return any(".".join(parts[first:]) in names for first in range(len(parts)))
-
-
-def matches(pattern: str, text: str, deadline: float) -> bool:
-    """Does a pattern of a stranger match a whole text? Raises as `is_named`."""
-    # Counted repetition, such as ((a{999}){999}){999}, can fill the memory; \d{1,2} cannot.
-    counts = [int(n) for n in re.findall(r"[{,](\d{1,9})", pattern)]
-    is_small = math.prod(n + 1 for n in counts) <= MOST_PATTERN and len(pattern) <= MOST_PATTERN
-    require(is_small, "it is too long, or repeats too much: list the layers instead")
-    re.compile(pattern)  # PEFT's; regex knows more, such as recursion
-    left = max(deadline - time.monotonic(), 1e-6)
-    return regex.fullmatch(pattern, text, timeout=left) is not None
 
 
 def adapter_at(path) -> Adapter:

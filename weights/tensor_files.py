@@ -1,37 +1,32 @@
 """Tensors in model files of other projects: find them, read them into parameters, write such files.
 
-    model.safetensors     8 bytes: n, the length of the header
-                          n bytes: JSON, name -> dtype, shape, offsets
-                          the tensors, one after another
+    model.safetensors     a header, which names dtypes, shapes and offsets, then the tensors
     pytorch_model.bin     a zip archive: a pickle, which refers to the other members, the tensors
     Composer's .pt        the same, with the weights in state.model and `model.` before their names
 
 Both kinds may be split over several files that an index names (model.safetensors.index.json).
 
-A pickle can run any code, so it is read with `weights_only=True`, without the tensors' numbers.
-Either way the result is a `Stored` for each tensor: its file, offset, dtype and shape. A rank
-then reads only the rows that it keeps, straight into its own memory.
+The package safetensors reads and writes the first kind. A pickle can run any code, so torch reads
+it with `weights_only=True`. Both map files into memory: a rank copies just the rows that it keeps.
 
 Run `python -m weights.tensor_files path/to/model` to list what is there.
 """
 
+import contextlib
 import datetime
 import json
-import logging
 import math
-import re
-import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import program
 from program import UserError, require
 from storage import files
+from storage.checkpoint_files import reason_of
 
 WEIGHT_FILES = (  # in a folder, the first of these that exists is read
     "model.safetensors",
@@ -45,17 +40,16 @@ DTYPES = {  # as a safetensors header names them
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-CHUNK = 2**24  # bytes that are read in one go
-MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
-NO_ZIP = "it is damaged, or has the format of torch before 1.6: torch.load and torch.save it once"
+CHUNK = 2**25  # bytes that are mapped at a time
+OLD_FORMAT = "it is damaged, or of torch before 1.6: torch.load and torch.save it once"
 
 
 @dataclass
 class Stored:
-    """Where a tensor is stored: contiguous, little-endian, `offset` bytes into a file."""
+    """A tensor in a file."""
 
     file: Path
-    offset: int
+    name: str  # in that file
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -65,9 +59,9 @@ class Stored:
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     @property
-    def bytes(self) -> int:
-        """The bytes of the whole tensor."""
-        return self.dtype.itemsize * math.prod(self.shape)
+    def chunk_rows(self) -> int:
+        """How many rows are read at a time."""
+        return max(1, CHUNK // self.row_bytes)
 
 
 def locate(path: Path) -> dict[str, Stored]:
@@ -77,15 +71,12 @@ def locate(path: Path) -> dict[str, Stored]:
     """
     found = {}
     for file in weight_files(path):
-        is_pickle = file.suffix in (".bin", ".pt")
-        layout = pickle_layout(file) if is_pickle else safetensors_layout(file)
-        for name, stored in layout.items():
-            name = name.removeprefix("model.")
-            shown = program.one_line(name)
-            require(
-                name not in found, f"{shown} is in {path} twice, the second time in {file.name}"
-            )
-            found[name] = stored
+        with opened(file) as tensors:
+            for full_name, tensor in tensors.items():
+                name = full_name.removeprefix("model.")
+                twice = f"{program.one_line(name)} is in {path} twice"
+                require(name not in found, f"{twice}, the second time in {file.name}")
+                found[name] = stored_as(file, full_name, tensor)
     return found
 
 
@@ -112,162 +103,89 @@ def weight_files(path: Path) -> list[Path]:
 
 
 # --------------------------------------------------------------------------------------------------
-# safetensors
+# Reading
 
 
-def safetensors_layout(path: Path) -> dict[str, Stored]:
-    """The tensors that the header of a safetensors file describes. UserError if it is damaged.
+@contextlib.contextmanager
+def opened(file: Path):
+    """The tensors of a file by name: slicing one, as in tensor[2:5], gives these rows.
 
-    As strict as the safetensors library: the tensors follow one another without gap or overlap, and
-    the last one ends where the file ends. Only floating-point dtypes are supported.
+    They are mapped into memory as long as one of them is in use. Raises UserError if the file is
+    damaged.
     """
-    header, data_start, file_size = read_header(path)
-    layout = {name: entry_of(path, name, entry, data_start) for name, entry in header.items()}
-
-    end = data_start
-    for name, stored in sorted(layout.items(), key=lambda item: (item[1].offset, item[1].bytes)):
-        require(
-            stored.offset == end,
-            f"{program.one_line(name)} in {path} begins at byte {stored.offset:,} "
-            f"instead of {end:,}: a gap, or tensors that overlap",
-        )
-        end += stored.bytes
-    require(
-        file_size == end,
-        f"{path} is truncated or damaged: {file_size:,} bytes instead of {end:,}",
-    )
-    return layout
-
-
-def read_header(path: Path) -> tuple[dict, int, int]:
-    """Read the header of a safetensors file.
-
-    Returns its entries without `__metadata__`, the byte at which the tensors begin, and the size
-    of the file. Raises UserError if it is not a valid header.
-    """
-    not_safetensors = f"{path} is not a safetensors file, or is damaged"
-    with files.open_regular(path) as file:
-        file_size = file.seek(0, 2)
-        file.seek(0)
-        length = int.from_bytes(file.read(8), "little")
-        limit = min(file_size - 8, MAX_HEADER)
-        require(length <= limit, f"{not_safetensors}: a header of {length:,} bytes")
-        text = file.read(length)
+    files.open_regular(file).close()  # safetensors would wait for a pipe, or read a device
+    if file.suffix in (".bin", ".pt"):
+        yield pickled_weights(file)
+        return
+    library = safetensors_for(file)
     try:
-        header = json.loads(
-            text.decode(), object_pairs_hook=strict_object, parse_constant=refuse_constant
-        )
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{not_safetensors}: {program.one_line(error)}") from error
-    require(isinstance(header, dict), f"{not_safetensors}: its header is not a JSON object")
-
-    metadata = header.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata
-    is_valid = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-    require(is_valid, f"{path} is damaged: __metadata__ must be an object of texts")
-    return header, 8 + length, file_size
+        with library.safe_open(file, "pt") as content:
+            names = content.keys()
+            yield {name: content.get_slice(name) for name in names}
+    except library.SafetensorError as error:
+        problem = f"{file} is truncated or damaged, or not a safetensors file"
+        raise UserError(f"{problem} ({program.one_line(error)})") from error
 
 
-def strict_object(pairs: list) -> dict:
-    """A hook of json.loads: the dict of a JSON object.
-
-    Raises ValueError if a name occurs twice, or a text cannot be encoded (half a surrogate pair).
-    """
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a name occurs twice")
-    for pair in pairs:
-        for text in pair:
-            if isinstance(text, str):
-                text.encode()
-    return values
+def stored_as(file: Path, name: str, tensor) -> Stored:
+    """Dtype and shape of a tensor of `opened`. UserError unless it has floating-point numbers."""
+    if isinstance(tensor, torch.Tensor):
+        dtype, shape = tensor.dtype, tensor.shape
+    else:
+        dtype, shape = tensor.get_dtype(), tensor.get_shape()
+        dtype = DTYPES.get(dtype, dtype)
+    where = f"{program.one_line(name)} in {file}"
+    expected = f"expected one of: {', '.join(DTYPES)}"
+    require(dtype in DTYPES.values(), f"{where} is {dtype}, {expected}")
+    return Stored(file, name, dtype, tuple(shape))
 
 
-def refuse_constant(constant: str):
-    """A hook of json.loads for NaN and Infinity, which Python reads but JSON does not have."""
-    raise ValueError(f"{constant} is not JSON")
+def safetensors_for(file: Path):
+    """The package safetensors. UserError if it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise UserError(f"{file} needs the package safetensors: {program.EXTRA}") from error
+    return safetensors
 
 
-def entry_of(path: Path, name: str, entry, data_start: int) -> Stored:
-    """The tensor of one header entry. UserError unless its bytes match its shape and dtype."""
-    where = f"{program.one_line(name)} in {path}"
-    is_complete = isinstance(entry, dict) and {"dtype", "shape", "data_offsets"} <= set(entry)
-    require(is_complete, f"{where} must have dtype, shape and data_offsets")
-
-    dtype_name = entry["dtype"]
-    shape = entry["shape"]
-    offsets = entry["data_offsets"]
-    require(isinstance(dtype_name, str), f"{where} has a dtype that is not a string")
-    require(
-        dtype_name in DTYPES,
-        f"{where} is {program.one_line(dtype_name)}, expected one of: {', '.join(DTYPES)}",
-    )
-    require(are_sizes(shape), f"{where} has a shape that is not a list of whole numbers")
-    require(
-        are_sizes(offsets) and len(offsets) == 2,
-        f"{where} has data_offsets that are not two whole numbers",
-    )
-
-    begin, end = offsets
-    dtype = DTYPES[dtype_name]
-    wanted = dtype.itemsize * math.prod(shape)
-    # Strides of a tensor with a dimension of 0 are computed as if it were 1, and must fit 64 bits.
-    strides_fit = are_sizes([math.prod(max(1, n) for n in shape)])
-    require(
-        end - begin == wanted and strides_fit,
-        f"{where} has {end - begin:,} bytes, but its shape and dtype need {wanted:.12g}",
-    )
-    return Stored(path, data_start + begin, dtype, tuple(shape))
-
-
-def are_sizes(values) -> bool:
-    """Is this a list of at most 16 whole numbers from 0 to 2^63 - 1?
-
-    The product of 16 such numbers still fits a float, so a message can show it.
-    """
-    if not isinstance(values, list) or len(values) > 16:
-        return False
-    return all(type(value) is int and 0 <= value < 2**63 for value in values)
-
-
-# --------------------------------------------------------------------------------------------------
-# Pickles
-
-
-def pickle_layout(path: Path) -> dict[str, Stored]:
-    """Where the tensors of a .bin file, or of state.model in a Composer checkpoint, are stored."""
-    content = read_pickle(path)
+def pickled_weights(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .bin file, or of state.model in a Composer checkpoint."""
+    content = read_pickle(file)
     if isinstance(content, dict) and "state" in content:
         content = nested(content, "state", "model")
-    require(isinstance(content, dict), f"{path} holds no dictionary of weights")
-    with files.open_regular(path) as file:
-        member_sizes = zip_members(path, file)
-    return {name: tensor_of(path, name, tensor, member_sizes) for name, tensor in content.items()}
+    require(isinstance(content, dict), f"{file} holds no dictionary of weights")
+    for name, tensor in content.items():
+        require(isinstance(name, str), f"{file} holds no dictionary of weights by name")
+        is_plain = (
+            isinstance(tensor, torch.Tensor)
+            and not tensor.is_nested
+            and tensor.layout is torch.strided
+            and tensor.device.type == "cpu"
+        )
+        where = f"{program.one_line(name)} in {file}"
+        require(is_plain, f"{where} is not a tensor with all its numbers")
+            is_plain, f"{program.one_line(name)} in {file} is not a tensor with all its numbers"
+        )
+    return content
 
 
-def read_pickle(path: Path):
-    """The content of a .bin or .pt file. Its tensors have shapes and offsets, but no memory.
+def read_pickle(file: Path):
+    """The content of a .bin or .pt file. Its tensors are mapped into memory.
 
     Raises UserError if it holds more than tensors, plain values, and what Composer adds: times and
     numpy's random state.
     """
-    safe_types = torch.serialization.safe_globals(composer_types())
-    logging.disable()  # FakeTensorMode logs a traceback for a tensor of an impossible shape
+    problem = f"cannot read {file} with weights_only=True"
+    with files.open_regular(file) as content:
+        require(zipfile.is_zipfile(content), f"{problem}: {OLD_FORMAT}")
     try:
-        with files.open_regular(path) as file, FakeTensorMode(), safe_types:
-            require(
-                zipfile.is_zipfile(file), f"cannot read {path} with weights_only=True: {NO_ZIP}"
-            )
-            zip_members(path, file)  # refuses a compressed one
-            return torch.load(file, weights_only=True)
-    except (UserError, OSError):
+        with torch.serialization.safe_globals(composer_types()):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except OSError:
         raise
     except Exception as error:  # a damaged archive or a forbidden pickle can raise anything
-        forbidden = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it would run {forbidden[1]}" if forbidden else without_advice(error)
-        raise UserError(f"cannot read {path} with weights_only=True: {reason}") from error
-    finally:
-        logging.disable(logging.NOTSET)
+        raise UserError(f"{problem}: {reason_of(error)}") from error
 
 
 def composer_types() -> list:
@@ -286,41 +204,6 @@ def composer_types() -> list:
     ]
 
 
-def without_advice(error: Exception) -> str:
-    """torch's message about a pickle, without its advice to read it with `weights_only=False`."""
-    text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
-    advice = "Check the documentation|Please use|In PyTorch|This is an internal"
-    text = re.split(advice, text)[0].strip()
-    return text[:200] if text and "weights_only" not in text else type(error).__name__
-
-
-def zip_members(path: Path, file) -> dict[int, int]:
-    """The members of a zip archive: the offset of each one's data -> its bytes.
-
-    Raises UserError if one is compressed: torch.save never does that, and a small file could fill
-    the memory. Also if the numbers are not little-endian.
-    """
-    members = {}
-    with zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            is_uncompressed = (
-                info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
-            )
-            require(is_uncompressed, f"{path} is compressed: torch.save does not write that")
-            if info.filename.endswith("/byteorder"):
-                require(
-                    archive.read(info) == b"little",
-                    f"{path} is not little-endian: convert it on the machine that wrote it",
-                )
-            # A local header: 26 bytes, the lengths of the name and of an extra field, then both.
-            file.seek(info.header_offset + 26)
-            name_length, extra_length = struct.unpack("<HH", file.read(4))
-            data_offset = info.header_offset + 30 + name_length + extra_length
-            members[data_offset] = info.file_size
-    file.seek(0)
-    return members
-
-
 def nested(content, *names):
     """content[name][name]..., or None if there is no such dictionary."""
     for name in names:
@@ -328,98 +211,59 @@ def nested(content, *names):
     return content
 
 
-def tensor_of(path: Path, name, tensor, member_sizes: dict[int, int]) -> Stored:
-    """Where a tensor of a pickle is stored. UserError unless it lies inside its zip member."""
-    require(isinstance(name, str), f"{path} holds no dictionary of weights by name")
-    where = f"{program.one_line(name)} in {path}"
-    is_plain = (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype in DTYPES.values()
-        and tensor.is_contiguous()
-        and not tensor.is_neg()  # in the file, its numbers have the other sign
-    )
-    require(is_plain, f"{where} is not a contiguous tensor of floating-point numbers")
+def fill(pieces_of: dict, tensors: dict[str, Stored]) -> None:
+    """Read stored tensors into the pieces of them that this rank has, converted to their dtype.
 
-    # torch.load sets the offset of each storage; -1 for a tensor that was made without one.
-    storage_offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
-    offset_in_storage = tensor.storage_offset() * tensor.itemsize
-    stored = Stored(path, storage_offset + offset_in_storage, tensor.dtype, tuple(tensor.shape))
-    storage_bytes = member_sizes.get(storage_offset, 0)
-    require(
-        offset_in_storage + stored.bytes <= storage_bytes,
-        f"{where} reaches beyond its storage: the file is damaged",
-    )
-    return stored
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading tensors
-
-
-def same_values(a: Stored, b: Stored) -> bool:
-    """Do two stored tensors have the same bytes, dtype and shape?"""
-    if a == b:  # one tensor under two names
-        return True
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-
-    def read_chunk(stored, begin):
-        n_bytes = min(CHUNK, stored.bytes - begin)
-        return np.fromfile(stored.file, np.uint8, n_bytes, offset=stored.offset + begin)
-
-    return all(
-        np.array_equal(read_chunk(a, begin), read_chunk(b, begin))
-        for begin in range(0, a.bytes, CHUNK)
-    )
-
-
-@torch.no_grad()
-def fill(pieces: list[tuple[tuple[int, ...], torch.Tensor]], stored: Stored) -> None:
-    """Read a stored tensor into the pieces of it that this rank has, converted to their dtype.
-
-    pieces: [(corner in the whole tensor, where to put what begins there), ...], see
-    tensor_parallel.Layout. Each rank reads only its own rows.
+    pieces_of: name -> [(corner in the whole tensor, where to put what begins there), ...], see
+    tensor_parallel.Layout. Each rank reads only its own rows, and opens the file anew after CHUNK
+    bytes: what was mapped before is then not in memory any more. UserError if a file has been
+    damaged since `locate`.
     """
+    group, group_bytes = [], 0
+    for name, stored in tensors.items():
+        for target, place in chunks_of(pieces_of.get(name, []), stored):
+            n_bytes = len(target) * stored.row_bytes
+            is_full = group_bytes + n_bytes > CHUNK
+            if group and (is_full or stored.file != group[-1][1].file):
+                copy(group)
+                group, group_bytes = [], 0
+            group.append((target, stored, place))
+            group_bytes += n_bytes
+    if group:
+        copy(group)
+
+
+def chunks_of(pieces: list[tuple[tuple[int, ...], torch.Tensor]], stored: Stored):
+    """Yields (what to fill, slices of the stored tensor) in rows of at most CHUNK bytes."""
     for corner, block in pieces:
-        read_block(block, stored, corner)
-
-
-def read_block(block: torch.Tensor, stored: Stored, corner: tuple[int, ...]) -> None:
-    """Fill `block` with the part of a stored tensor that begins at the index `corner`.
-
-    Rows of full width that need no conversion are read straight into place. Others go through a
-    buffer of about CHUNK bytes.
-    """
-    has_full_width = block.shape[1:] == stored.shape[1:]
-    straight = block.device.type == "cpu" and block.dtype == stored.dtype and has_full_width
-    rows_per_chunk = max(1, CHUNK // stored.row_bytes)
-    if not straight:
-        buffer_rows = min(rows_per_chunk, len(block))
-        buffer = torch.empty(buffer_rows, *stored.shape[1:], dtype=stored.dtype)
         columns = [
             slice(begin, begin + size)
             for begin, size in zip(corner[1:], block.shape[1:], strict=True)
         ]
-
-    with open(stored.file, "rb", buffering=0) as file:
-        for first_row in range(0, len(block), rows_per_chunk):
-            target = block[first_row : first_row + rows_per_chunk]
-            if straight:
-                read_rows(file, stored, corner[0] + first_row, target)
-            else:
-                rows = buffer[: len(target)]
-                read_rows(file, stored, corner[0] + first_row, rows)
-                target.copy_(rows[(slice(None), *columns)])
+        for first in range(0, len(block), stored.chunk_rows):
+            target = block[first : first + stored.chunk_rows]
+            begin = corner[0] + first
+            yield target, (slice(begin, begin + len(target)), *columns)
 
 
-def read_rows(file, stored: Stored, first_row: int, target: torch.Tensor) -> None:
-    """Read rows of a stored tensor into a contiguous CPU tensor of its dtype and width."""
-    remaining = memoryview(target.flatten().view(torch.uint8).numpy())
-    file.seek(stored.offset + first_row * stored.row_bytes)
-    while len(remaining):
-        n_read = file.readinto(remaining)
-        require(n_read, f"{stored.file} is truncated: it ends within a tensor")
-        remaining = remaining[n_read:]
+@torch.no_grad()
+def copy(group: list[tuple[torch.Tensor, Stored, tuple[slice, ...]]]) -> None:
+    """Fill tensors from places in stored ones, all of one file."""
+    with opened(group[0][1].file) as tensors:
+        for target, stored, place in group:
+            target.copy_(tensors[stored.name][place])
+
+
+def same_values(a: Stored, b: Stored) -> bool:
+    """Do two stored tensors have the same numbers, dtype and shape?"""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    for first in range(0, a.shape[0], a.chunk_rows):
+        rows = slice(first, first + a.chunk_rows)
+        with opened(a.file) as of_a, opened(b.file) as of_b:
+            if not torch.equal(of_a[a.name][rows], of_b[b.name][rows]):
+                return False
+    return True
 
 
 # --------------------------------------------------------------------------------------------------
@@ -461,33 +305,20 @@ def in_groups(tensors: dict, max_bytes: int) -> list[list[str]]:
 
 
 def write_safetensors(path: Path, tensors: dict) -> None:
-    """Write name -> tensor as one file. Its header is padded to a multiple of 8 bytes."""
-    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
-    header = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin = end
-        end += tensor.nbytes
-        header[name] = {
-            "dtype": dtype_names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(memoryview(tensor.detach().cpu().flatten().view(torch.uint8).numpy()))
+    """Write name -> tensor as one file. Raises OSError, such as for a full disk."""
+    library = safetensors_for(path)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        library.torch.save_file(tensors, path, {"format": "pt"})
+    except library.SafetensorError as error:
+        raise OSError(program.one_line(error)) from error
 
 
 def main(argv) -> None:
-    """List the tensors of a model: file, offset, dtype, name, shape."""
+    """List the tensors of a model: file, dtype, name, shape."""
     (path,) = program.arguments(argv, "MODEL")
     for name, stored in locate(Path(path)).items():
-        dtype = str(stored.dtype)
-        print(f"{stored.file.name}  {stored.offset:>14,}  {dtype:14}  {name} {stored.shape}")
+        print(f"{stored.file.name}  {stored.dtype!s:14}  {name} {stored.shape}")
 
 
 if __name__ == "__main__":

@@ -115,12 +115,10 @@ def test_tables(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes("\ufeffa,b\n1,ß\n\n2\n".encode())
     assert files.read_csv(path, ["a", "b"]) == [{"a": "1", "b": "ß"}, {"a": "2", "b": ""}]
-    many = ",".join(f"c{i}" for i in range(50_000)) + "\n" + "1\n" * 100_000
     refused = {
         b"a,b\n1,2,3\n": "a row has more cells",
         b"a\n\xff\n": "is not a table of mine: 'utf-8' codec",
         b"": "no column a",
-        many.encode(): "50,000 columns",  # csv pads each short row to all: gigabytes
     }
     for content, message in refused.items():
         path.write_bytes(content)

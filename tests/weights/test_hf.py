@@ -324,7 +324,7 @@ def fill_placed(world, folder, cfg):
         for pair in pairs:
             wanted = distribute_tensor(weights[name], mesh, pair, src_data_rank=None)
             found = torch.full_like(wanted, torch.nan)
-            tensor_files.fill(WHOLE.pieces(name, found), layout[name])
+            tensor_files.fill({name: WHOLE.pieces(name, found)}, layout)
             if found.placements != pair or not torch.equal(found.to_local(), wanted.to_local()):
                 wrong.append((name, pair))
     return wrong
@@ -453,7 +453,7 @@ def remove_weights(folder):
 
 
 def overwrite_dtype(path):
-    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I64"', 1))
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
 
 
 def repeat_first_file(folder):
@@ -482,7 +482,7 @@ BROKEN = {  # the message, and what is done to the folder
     r"names \d+ files, but model-00001": lambda f: first(f).unlink(),
     "No such file or directory: .*config.json": lambda f: (f / "config.json").unlink(),
     "no weights in .*expected model.safetensors": remove_weights,
-    "is not a safetensors file": lambda f: first(f).write_bytes(b"version https://git-lfs.git"),
+    "or not a safetensors file": lambda f: first(f).write_bytes(b"version https://git-lfs.git"),
     "model_type 'gpt2'": lambda f: write_config(f, '{"model_type": "gpt2"}'),
     rf"lacks 1 tensors of this model, .*'{NORM}'": lambda f: remove_tensor(f, NORM),
     rf"holds 1 tensors that this model lacks, .*'{POSITIONS}'": lambda f: put_tensor(
@@ -490,7 +490,7 @@ BROKEN = {  # the message, and what is done to the folder
     ),
     r"norm_f.weight is \(7,\) in .*, but \(48,\)": lambda f: put_tensor(f, NORM, torch.zeros(7)),
     "lm_head.weight in .* differs from the embedding": change_head,
-    "is I64, expected one of: F64": lambda f: overwrite_dtype(first(f)),
+    "is I32, expected one of: F64": lambda f: overwrite_dtype(first(f)),
     "twice, the second time in": repeat_first_file,
 }
 
@@ -510,9 +510,9 @@ def test_broken_bin_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config.config_to(SMALL)))
     torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
     assert "torch before 1.6" in refusal(hf.load_into, model, tmp_path)
-    turned = {"transformer.wte.weight": torch.zeros(48, 97).T}
+    sparse = {"transformer.wte.weight": torch.zeros(97, 48).to_sparse()}
     contents = {
-        "wte.weight in": model.state_dict() | turned,  # not contiguous
+        "wte.weight in": model.state_dict() | sparse,
         "model.MPT": model,
         "no dictionary of weights": [1, 2],
     }
@@ -521,12 +521,26 @@ def test_broken_bin_files(tmp_path):
         assert message in refusal(hf.load_into, model, tmp_path)
 
 
+def test_tensors_of_a_bin_file_that_are_not_stored_as_they_are(tmp_path):
+    """Transposed, with the sign turned, or within a larger one."""
+    model, found = build(SMALL), empty(SMALL)
+    state = model.state_dict()
+    larger = torch.zeros(60, 50)
+    larger[7 : 7 + 48, 1 : 1 + 48] = state["transformer.blocks.0.attn.out_proj.weight"]
+    state["transformer.blocks.0.attn.out_proj.weight"] = larger[7 : 7 + 48, 1 : 1 + 48]
+    state["transformer.wte.weight"] = state["transformer.wte.weight"].T.contiguous().T
+    state["transformer.norm_f.weight"] = (-state["transformer.norm_f.weight"])._neg_view()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    hf.load_into(found, tmp_path)
+    assert same_weights(found, model)
+
+
 def test_a_file_that_shrinks_while_it_is_read(theirs):
     model, name = MPT(hf.settings_of(theirs)), "transformer.wte.weight"
-    found = hf.find_tensors(theirs, model)[name]
-    shorten(found.file, by=10_000)
-    pieces = WHOLE.pieces(name, model.get_parameter(name))
-    assert "ends within a tensor" in refusal(tensor_files.fill, pieces, found)
+    found = hf.find_tensors(theirs, model)
+    shorten(found[name].file, by=10_000)
+    pieces = {name: WHOLE.pieces(name, model.get_parameter(name))}
+    assert "truncated or damaged" in refusal(tensor_files.fill, pieces, found)
 
 
 def test_a_tied_head_that_is_there_is_equal(theirs, monkeypatch):
@@ -535,7 +549,7 @@ def test_a_tied_head_that_is_there_is_equal(theirs, monkeypatch):
     embedding = MPT(hf.settings_of(theirs)).state_dict()["transformer.wte.weight"]
 
     def repeat(state):
-        state["transformer.wte.weight"] = state["lm_head.weight"] = embedding
+        state.update({"transformer.wte.weight": embedding, "lm_head.weight": embedding.clone()})
 
     rewrite(theirs, repeat)
     model = empty(hf.settings_of(theirs))

@@ -271,7 +271,6 @@ def test_a_file_is_mapped_and_stays_as_it_is(sound):
     file = sound / peft.TENSOR_FILE
     before = file.read_bytes()
     tensors = peft.read(sound).tensors
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
     assert any(str(file) in line for line in Path("/proc/self/maps").read_text().splitlines())
     for tensor in tensors.values():
         tensor.zero_()  # of this process alone
@@ -351,8 +350,7 @@ def test_tensors_that_peft_ignores_are_refused(more, sound, base, tmp_path):
 
 
 BROKEN_CONFIG = [
-    ({"target_modules": r"(.|.)*v(?<!v)"}, "selects layers by a pattern that fails: regex timed"),
-    ({"target_modules": "(a{999}){999}"}, "pattern that fails: it is too long, or repeats"),
+    ({"target_modules": "a{99999999999}"}, "selects layers by a pattern that fails: "),
     ({"exclude_modules": "(" * 900}, "selects layers by a pattern that fails: "),
     ({"lora_bias": True}, "sets lora_bias to True, which lora.py does not have$"),
     ({"fan_in_fan_out": True}, "sets fan_in_fan_out to True"),
@@ -371,12 +369,11 @@ BROKEN_CONFIG = [
 ]
 A0 = f"{PREFIX}0.attn.Wqkv.lora_A.weight"
 BROKEN_TENSORS = [
-    (lambda f: (f / peft.TENSOR_FILE).unlink(), "no adapter_model.safetensors beside it"),
     (lambda f: shutil.rmtree(f), "no adapter in .*out, which does not exist"),
     (lambda f: (f / peft.CONFIG_FILE).unlink(), "expected adapter_config.json"),
     (
         lambda f: (f / peft.TENSOR_FILE).rename(f / "adapter_model.bin"),
-        "adapter_model.bin is a pickle, which can run any code",
+        "out has no adapter_model.safetensors beside adapter_config.json: load it with a current",
     ),
     (lambda f: rewrite(f, dict.clear), "holds no tensors"),
     (lambda f: rewrite(f, lambda s: s.pop(A0)), "Wqkv has lora_B but no lora_A"),
@@ -386,15 +383,17 @@ BROKEN_TENSORS = [
     ),
     (lambda f: rewrite(f, lambda s: s.update({A0: s[A0].T})), r"lora_A is \(48, 4\)"),
     (lambda f: rewrite(f, lambda s: s.update({A0: s[A0][0]})), r"lora_A is \(48,\)"),
-    (lambda f: rewrite(f, lambda s: s.update(x=s[A0])), "holds x, no adapter of a linear layer"),
+    (
+        lambda f: rewrite(f, lambda s: s.update(x=s.pop(A0))),
+        "holds x, no adapter of a linear layer",
+    ),
     (drop_prefix, "holds transformer.*lora_A.weight, no adapter of a linear layer"),
 ]
 BROKEN = [(lambda f, more=more: change_config(f, **more), text) for more, text in BROKEN_CONFIG]
 
 
 @pytest.mark.parametrize("damage, message", BROKEN + BROKEN_TENSORS)
-def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(peft, "PATTERN_SECONDS", 0.2)
+def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path):
     shutil.copytree(sound, tmp_path / "out")
     damage(tmp_path / "out")
     with pytest.raises((UserError, OSError), match=message) as error:
@@ -411,7 +410,7 @@ def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path, monk
     [
         ({"n_layers": 2}, "blocks.2.attn.Wqkv.lora_A"),
         ({"d_model": 96}, "Wqkv.lora_A is (4, 48), but (4, 96) would fit"),
-        ({"expansion_ratio": 2}, "up_proj.lora_B is (192, 4), but (96, 4) would fit"),
+        ({"expansion_ratio": 2}, "down_proj.lora_A is (4, 192), but (4, 96) would fit"),
         ({"kv_n_heads": 1}, "Wqkv.lora_B is (144, 4), but (64, 4) would fit"),
     ],
 )
