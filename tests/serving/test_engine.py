@@ -167,8 +167,8 @@ def compare(kind: str, seed: int, n_texts: int) -> collections.Counter:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_those_of_the_one_text_loop(kind):
-    seen = compare(kind, seed=1, n_texts=20)
-    assert seen["stop string"] and seen["max_new_tokens"] and seen["prefix_tokens"]
+    seen = compare(kind, seed=2, n_texts=24)
+    assert seen["stop string"] and seen["max_new_tokens"] and not seen["error"]
 
 
 @pytest.mark.slow
@@ -176,13 +176,14 @@ def test_texts_are_those_of_the_one_text_loop(kind):
 def test_two_hundred_texts_are_those_of_the_one_text_loop(kind):
     seen = sum((compare(kind, seed, 25) for seed in range(2, 10)), collections.Counter())
     assert seen["cancelled"] and seen["end of text"] and not seen["error"]
+    assert seen["prefix_tokens"]
     assert (seen["max_seq_len"] > 0) == (kind == "learned")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_thousands_of_texts_are_those_of_the_one_text_loop(kind):
-    for seed in range(10, 50):
+    for seed in range(10, 30):
         assert not compare(kind, seed, 50)["error"]
 
 
