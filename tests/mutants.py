@@ -290,7 +290,7 @@ serving/rows.py: serving/test_engine.py::test_texts_are_those_of_the_one_text_lo
 +             pass
 
 the beginning of a prompt is shared with texts of other adapters
-serving/engine.py: serving/test_engine.py::test_a_beginning_belongs_to_its_adapter_and_to_the_file_that_was_loaded
+serving/engine.py: serving/test_engine.py::test_a_beginning_belongs_to_its_adapter
 - return text.adapter, self.bank.version(text.adapter) if self.bank else 0
 + return ("all",)
 

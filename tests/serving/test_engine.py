@@ -227,7 +227,7 @@ def test_beginnings_are_shared_within_a_bound():
     assert engine.speed.prefix_tokens == 3 * BLOCK
 
 
-def test_a_beginning_belongs_to_its_adapter_and_to_the_file_that_was_loaded():
+def test_a_beginning_belongs_to_its_adapter():
     loads = collections.Counter()
 
     def changing(cfg, name):
