@@ -1,1 +1,1 @@
-"""Text from a trained model: sampling, the decoder, the stream of text, its speed."""
+"""Text from a trained model: sampling, the decoder, the engine that batches texts, its speed."""

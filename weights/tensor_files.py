@@ -165,8 +165,6 @@ def pickled_weights(file: Path) -> dict[str, torch.Tensor]:
         )
         where = f"{program.one_line(name)} in {file}"
         require(is_plain, f"{where} is not a tensor with all its numbers")
-            is_plain, f"{program.one_line(name)} in {file} is not a tensor with all its numbers"
-        )
     return content
 
 
