@@ -52,6 +52,8 @@ IN_PATTERN = {
     "a control character": r"\\x[01{]|\\u(00[01]|\{)|[\x00-\x1f]",
     "a class or set operation within a character class": r"\[[^\]]*(\[|&&|--|~~)",
 }
+# They need a \u escape. In a constant, llguidance would leave them out.
+UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 class Words:
@@ -126,11 +128,12 @@ class Constraints:
     def schema(self, schema: dict) -> Constraint:
         """JSON that conforms to a schema. UserError if the schema cannot be enforced."""
         is_object = isinstance(schema, dict)
-        require(is_object, "the JSON schema must be an object, such as {\"type\": \"object\"}")
+        require(is_object, 'the JSON schema must be an object, such as {"type": "object"}')
         try:
             text = json.dumps(schema, allow_nan=False)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"the JSON schema is no JSON ({one_line(error)}): correct it") from error
+            reason = one_line(error)
+            raise UserError(f"the JSON schema is no JSON ({reason}): correct it") from error
         return self.constraint("JSON schema", text, schema)
 
     def json_object(self) -> Constraint:
@@ -138,7 +141,10 @@ class Constraints:
         return self.schema({"type": "object"})
 
     def regex(self, pattern: str) -> Constraint:
-        """Text that as a whole matches an expression of Rust's crate regex. UserError for others."""
+        """Text that as a whole matches a regular expression, in the syntax of Rust's crate regex.
+
+        UserError if it cannot be enforced.
+        """
         return self.constraint("regex", pattern)
 
     def constraint(self, kind: str, text: str, schema: dict | None = None) -> Constraint:
@@ -187,12 +193,15 @@ def check_schema(schema: dict) -> None:
     Looks at every object, also inside of constants: a $ref may point to any of them.
     """
     problem = "cannot enforce the JSON schema"
-    require("x-guidance" not in schema, f"{problem}: x-guidance would change its meaning; remove it")
+    require("x-guidance" not in schema, f"{problem}: remove x-guidance, which changes its meaning")
     left = [schema]
     while left:
         node = left.pop()
         if isinstance(node, list):
             left += node
+        if isinstance(node, str):
+            unwritable = f"{problem}: {node[:40]!r} has a control character, which is never written"
+            require(not UNWRITABLE.search(node), unwritable)
         if not isinstance(node, dict):
             continue
         left += node.values()

@@ -40,7 +40,11 @@ PATTERNS = st.sampled_from(
     ["^a+$", "b", "^[a-c]{2,3}$", r"^\d\d-\w$", "^(x|yy)*$", r"\\", r"^\S{1,3}$", '^["a]*$', "^.?$"]
 )
 CONSTANTS = st.one_of(
-    st.none(), st.booleans(), st.integers(-99, 99), st.text(max_size=3), st.sampled_from([0.5, -2.25])
+    st.none(),
+    st.booleans(),
+    st.integers(-99, 99),
+    st.text(max_size=3),
+    st.sampled_from([0.5, -2.25]),
 )
 
 
@@ -73,7 +77,9 @@ def larger(schemas):
         some(additionalProperties=st.booleans() | schemas),
     )
     maps = st.builds(
-        lambda pattern, value, more: {"type": "object", "patternProperties": {pattern: value}} | more,
+        lambda pattern, value, more: (
+            {"type": "object", "patternProperties": {pattern: value}} | more
+        ),
         PATTERNS,
         schemas,
         some(additionalProperties=st.booleans() | schemas, maxProperties=st.integers(0, 2)),
@@ -92,7 +98,9 @@ SIMPLE = st.one_of(
     of_type("string", pattern=PATTERNS),
     of_type("string", format=st.sampled_from(["date-time", "uuid", "ipv4", "email"])),
     of_type("integer", multipleOf=st.integers(1, 7)),
-    span("minimum", "maximum", st.integers(-200, 200)).map(lambda limits: {"type": "integer"} | limits),
+    span("minimum", "maximum", st.integers(-200, 200)).map(
+        lambda limits: {"type": "integer"} | limits
+    ),
     span("minimum", "exclusiveMaximum", st.sampled_from([-1.5, 0.25, 3, 100])),
     of_type("number", exclusiveMinimum=st.integers(-5, 5)),
     st.sampled_from([{"type": "boolean"}, {"type": ["null", "integer"]}, {}]),
@@ -139,7 +147,9 @@ def check_random_schemas(tokenizer, n_schemas):
     check()
     assert len(ended) > n_schemas
     for message in refused:
-        assert re.search("Unsatisfiable|disjoint|allows no text|cannot go on", message), message
+        assert re.search(
+            "Unsatisfiable|disjoint|allows no text|cannot go on|control char", message
+        ), message
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe", "tokenizer.json", "gpt2"])
@@ -197,7 +207,9 @@ def test_texts_that_a_schema_allows(schema, text, fits):
 
 
 def test_properties_come_in_the_order_of_the_schema():
-    ab, ba = ({"properties": dict.fromkeys(names, {}), "required": [*names]} for names in ("ab", "ba"))
+    ab, ba = (
+        {"properties": dict.fromkeys(names, {}), "required": [*names]} for names in ("ab", "ba")
+    )
     assert takes(CONSTRAINTS.schema(ab), '{"a": 1, "b": 2}')
     assert not takes(CONSTRAINTS.schema(ba), '{"a": 1, "b": 2}')
 
@@ -268,6 +280,8 @@ REFUSED = [
     ({"enum": []}, "Unsatisfiable"),
     ({"const": float("nan")}, "no JSON"),
     ({"const": "\ud800"}, "cannot enforce"),
+    ({"enum": ["a\x1f"]}, "control character"),
+    ({"const": {"a": ["\x7f"]}}, "control character"),
     ({"enum": ["x" * 60_000]}, "50,000 are allowed"),
     (nested(200), "recursion limit"),
     (nested(5_000), "recursion depth"),
@@ -300,7 +314,14 @@ def test_llguidance_alone_would_let_it_through(schema, text):
     assert matcher.consume_tokens(BYTES.encode(text).tolist()) and matcher.is_accepting()
 
 
-NAMED_LIKE_KEYWORDS = ["pattern", "minProperties", "x-guidance", "patternProperties", "not", "oneOf"]
+NAMED_LIKE_KEYWORDS = [
+    "pattern",
+    "minProperties",
+    "x-guidance",
+    "patternProperties",
+    "not",
+    "oneOf",
+]
 
 
 def test_a_property_may_have_the_name_of_a_keyword():
