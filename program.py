@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 
-# How to install what requirements.txt leaves out: matplotlib, `tokenizers`, `safetensors`.
+# How to install what requirements.txt leaves out, such as matplotlib for pictures.
 EXTRA = "make setup-lessons (without make: pip install -r requirements-extra.txt)"
 
 RESUME_ME = 75  # exit status "start me again as I was"; EX_TEMPFAIL in sysexits.h

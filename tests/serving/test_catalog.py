@@ -1,0 +1,477 @@
+"""serving/catalog.py: names of adapters that come, go, change and are broken."""
+
+import functools
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import PATIENCE, refusal, slowly
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_adapters import bank_on, merged, write_adapter, written
+from test_decoder import TINY, model
+
+from config import MPTConfig, TrainConfig
+from serving.adapters import BASE, read_adapter
+from serving.catalog import Catalog
+from serving.decoder import Decoder
+from weights import hf, peft
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB = 257
+CFG = MPTConfig(**TINY | {"vocab_size": VOCAB}, alibi=True)
+
+
+@pytest.fixture(scope="module")
+def mpt():
+    return model(vocab_size=VOCAB, alibi=True).double()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "adapters"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def served(mpt, folder):
+    """A catalog of the folder, and a decoder whose bank loads what it names."""
+    read = functools.partial(read_adapter, base="runs/base", base_fingerprint="ours")
+    catalog = Catalog("base", folder, read, check=lambda *found: bank.check(*found))
+    decoder, bank = bank_on(mpt, read=catalog.read)
+    return catalog, decoder
+
+
+@pytest.fixture
+def catalog(served):
+    return served[0]
+
+
+def write_run(run, step, max_steps=None, fingerprint="ours"):
+    """A run with adapters that has this checkpoint. max_steps: None: imported, not trained here."""
+    chosen = TrainConfig(init_from="runs/base", lora_rank=2)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        adapter = peft.read(write_adapter(f"{elsewhere}/seed", CFG, step, lora_rank=2))
+        origin = {"step": step, "base": "runs/base", "base_fingerprint": fingerprint}
+        meta = peft.meta_of(CFG, chosen, "elsewhere") | origin
+        state = peft.state_at_start(CFG, chosen, adapter)
+        written_to = Path(elsewhere, "checkpoints", f"step-{step}")
+        hf.write_checkpoint(written_to, meta, state)
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        shutil.move(written_to, run / "checkpoints")
+    if max_steps is not None:
+        (run / "config.json").write_text(json.dumps({"max_steps": max_steps}))
+
+
+def names(catalog) -> list[str]:
+    return [found.name for found in catalog.listed()]
+
+
+def touched(path):
+    """Another content of a PEFT folder, by its times."""
+    later = time.time_ns() + 10**9
+    os.utime(path / peft.TENSOR_FILE, ns=(later, later))
+
+
+# --- Names
+
+
+def test_names_mean_the_base_and_the_adapters_in_the_folder(served, mpt, folder):
+    catalog, decoder = served
+    paths = [write_adapter(folder / name, CFG, seed) for seed, name in enumerate("ab")]
+    catalog.scan()
+    assert names(catalog) == ["base", "a", "b"]
+    keys = [catalog.find(name).key for name in ("base", "a", "b")]
+    found = written(decoder, CFG, ["to be"] * 3, keys, temperature=0)
+    for ids, path in zip(found, [BASE, *paths], strict=True):
+        alone = Decoder(merged(mpt, path), VOCAB)
+        assert written(alone, CFG, ["to be"], [BASE], temperature=0) == [ids]
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_similar(catalog, folder):
+    write_adapter(folder / "poems", CFG)
+    catalog.scan()
+    assert "no model 'poem', did you mean 'poems'?" in refusal(catalog.find, "poem")
+    assert "try 'base'" in refusal(catalog.find, "gpt-4")
+    assert len(refusal(catalog.find, "x" * 10**6)) < 500
+
+
+def test_without_a_folder_there_is_the_base_alone():
+    catalog = Catalog("base", None, read=None, check=None)
+    assert catalog.find("base").key == BASE
+    assert "no folder of adapters" in refusal(catalog.load, "a", "a")
+    assert "is the base" in refusal(catalog.unload, "base")
+    assert "is no folder" in refusal(Catalog, "base", "/nowhere", None, None)
+
+
+# --- Runs
+
+
+def test_a_run_appears_when_it_has_finished(catalog, folder):
+    run = folder / "mine"
+    write_run(run, step=5, max_steps=10)
+    catalog.scan()
+    assert names(catalog) == ["base"]
+    write_run(run, step=10, max_steps=10)
+    metadata = run / "checkpoints/step-10/.metadata"
+    metadata.rename(run / "kept")  # as while it is being written
+    catalog.scan()
+    assert names(catalog) == ["base"]
+    (run / "kept").rename(metadata)
+    catalog.scan()
+    first = catalog.find("mine")
+    assert first.path.endswith("mine/checkpoints/step-10")
+    write_run(run, step=15, max_steps=20)  # it goes on
+    catalog.scan()
+    assert catalog.find("mine") is first
+    write_run(run, step=20, max_steps=20)
+    catalog.scan()
+    assert catalog.find("mine").path.endswith("step-20")
+    assert catalog.find("mine").version > first.version
+
+
+def test_imported_adapters_count_and_whole_models_do_not(catalog, folder, mpt):
+    write_run(folder / "imported", step=0)
+    meta = peft.meta_of(CFG, TrainConfig(), "elsewhere")
+    (folder / "whole").mkdir()
+    hf.write_checkpoint(folder / "whole/checkpoints/step-0", meta, {"model": mpt.state_dict()})
+    (folder / "empty").mkdir()
+    (folder / "notes.txt").write_text("mine")
+    catalog.scan()
+    assert names(catalog) == ["base", "imported"]
+    catalog.find("imported")
+
+
+# --- Faults
+
+
+def damage(path):
+    content = (path / peft.TENSOR_FILE).read_bytes()
+    (path / peft.TENSOR_FILE).write_bytes(content[:-100])
+
+
+def truncated(path):
+    write_adapter(path, CFG)
+    damage(path)
+
+
+def of_a_wider_model(path):
+    write_adapter(path, MPTConfig(**TINY | {"d_model": 64}, alibi=True))
+
+
+def of_too_high_a_rank(path):
+    write_adapter(path, CFG, lora_rank=9)
+
+
+def half_there(path):
+    write_adapter(path, CFG)
+    (path / peft.TENSOR_FILE).unlink()
+
+
+def of_another_base(path):
+    write_run(path, step=3, max_steps=3, fingerprint="theirs")
+
+
+def with_damaged_meta(path):
+    write_run(path, step=3, max_steps=3)
+    (path / "checkpoints/step-3/meta.json").write_text("{")
+
+
+def with_damaged_weights(path):
+    write_run(path, step=3, max_steps=3)
+    for weights in path.glob("checkpoints/step-3/*.distcp"):
+        weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def linked(path):
+    outside = path.parent.parent / "outside"
+    write_adapter(outside, CFG)
+    path.symlink_to(outside)
+
+
+def with_a_linked_file(path):
+    write_adapter(path, CFG)
+    outside = (path / peft.TENSOR_FILE).rename(path.parent.parent / "outside.safetensors")
+    (path / peft.TENSOR_FILE).symlink_to(outside)
+
+
+BROKEN = {
+    truncated: "truncated or damaged",
+    of_a_wider_model: "would fit",
+    of_too_high_a_rank: "has rank 9, and the bank has room for 8",
+    half_there: "no adapter_model.safetensors",
+    of_another_base: "whose weights are not those of runs/base",
+    with_damaged_meta: "damaged",
+    with_damaged_weights: "is damaged",
+    linked: "is not inside",
+    with_a_linked_file: "is not inside",
+}
+
+
+@pytest.mark.parametrize("spoil, words", BROKEN.items(), ids=[spoil.__name__ for spoil in BROKEN])
+def test_a_broken_adapter_is_listed_with_its_fault_and_refused_by_name(
+    spoil, words, catalog, folder
+):
+    write_adapter(folder / "good", CFG)
+    spoil(folder / "bad")
+    catalog.scan()
+    message = refusal(catalog.find, "bad")
+    assert message.startswith("the model 'bad' cannot be used: ") and words in message
+    assert [words in (found.fault or "") for found in catalog.listed()] == [False, True, False]
+    catalog.find("good")
+    assert words in refusal(catalog.load, "other", "bad")
+    assert names(catalog) == ["base", "bad", "good"]
+
+
+def test_a_broken_adapter_that_is_mended_can_be_used(catalog, folder):
+    truncated(folder / "a")
+    catalog.scan()
+    refusal(catalog.find, "a")
+    shutil.rmtree(folder / "a")
+    write_adapter(folder / "a", CFG)
+    catalog.scan()
+    catalog.find("a")
+
+
+def test_an_error_that_nobody_foresaw_concerns_its_adapter_alone(folder):
+    def fails(path, found):
+        raise RuntimeError("a surprise")
+
+    write_adapter(folder / "a", CFG)
+    catalog = Catalog("base", folder, peft.adapter_at, fails)
+    catalog.scan()
+    assert "RuntimeError, a surprise" in refusal(catalog.find, "a")
+    catalog.find("base")
+
+
+# --- Versions
+
+
+def test_another_version_is_another_adapter_for_bank_and_caches(served, folder):
+    catalog, decoder = served
+    write_adapter(folder / "a", CFG, seed=1)
+    catalog.scan()
+    old = catalog.find("a")
+    before = written(decoder, CFG, ["to be"], [old.key], temperature=0)
+    shutil.rmtree(folder / "a")
+    write_adapter(folder / "a", CFG, seed=2)
+    assert "have changed" in refusal(catalog.find, "a")  # until the next scan
+    catalog.scan()
+    new = catalog.find("a")
+    assert new.key != old.key
+    both = written(decoder, CFG, ["to be"] * 2, [old.key, new.key], temperature=0)
+    assert both[0] == before[0] != both[1]  # the old one is still in its slot
+    assert "have changed" in refusal(catalog.read, old.key)
+
+
+def test_scanning_again_changes_nothing(catalog, folder):
+    write_adapter(folder / "a", CFG)
+    write_run(folder / "b", step=3, max_steps=3)
+    catalog.scan()
+    before = catalog.listed()
+    catalog.scan()
+    assert catalog.listed() == before
+
+
+def test_loading_an_adapter_again_gives_it_a_new_version(catalog, folder):
+    write_adapter(folder / "a", CFG)
+    first, second, third = (catalog.load("a", "a") for _ in range(3))
+    assert len({first.key, second.key, third.key}) == 3
+    assert catalog.find("a") is third
+    catalog.read(second.key)  # a text may still wait for it
+    assert "was unloaded" in refusal(catalog.read, first.key)
+    catalog.scan()
+    assert catalog.find("a") is third
+
+
+# --- Loading and unloading
+
+
+def test_a_name_may_mean_any_adapter_in_the_folder(catalog, folder):
+    write_adapter(folder / "team/poems", CFG)
+    write_run(folder / "mine", step=5, max_steps=10)
+    write_run(folder / "mine", step=7, max_steps=10)
+    for name, path, end in [
+        ("org/poems", "team/poems", "team/poems"),
+        ("absolute", str(folder / "team/poems"), "team/poems"),
+        ("newest", "mine", "step-7"),
+        ("earlier", "mine/checkpoints/step-5", "step-5"),
+    ]:
+        catalog.load(name, path)
+        assert catalog.find(name).path.endswith(end)
+    catalog.scan()
+    assert names(catalog) == ["base", "absolute", "earlier", "newest", "org/poems"]
+
+
+def test_what_was_unloaded_stays_away_until_it_is_loaded(catalog, folder):
+    write_adapter(folder / "a", CFG)
+    catalog.scan()
+    key = catalog.find("a").key
+    catalog.unload("a")
+    touched(folder / "a")
+    catalog.scan()
+    assert names(catalog) == ["base"]
+    assert "no model 'a'" in refusal(catalog.find, "a")
+    assert "was unloaded" in refusal(catalog.read, key)
+    assert "no adapter 'a' is loaded" in refusal(catalog.unload, "a")
+    assert catalog.load("a", "a").key != key
+    catalog.scan()
+    assert names(catalog) == ["base", "a"]
+
+
+def test_an_adapter_that_is_gone_from_the_folder_is_forgotten(catalog, folder):
+    write_adapter(folder / "a", CFG)
+    catalog.scan()
+    catalog.find("a")
+    shutil.rmtree(folder / "a")
+    assert "have changed" in refusal(catalog.find, "a")
+    catalog.scan()
+    assert names(catalog) == ["base"]
+    write_adapter(folder / "a", CFG)
+    catalog.scan()
+    catalog.find("a")
+
+
+def test_a_name_that_load_gave_stays_with_its_adapter(catalog, folder):
+    write_adapter(folder / "team/a", CFG, seed=1)
+    write_adapter(folder / "a", CFG, seed=2)
+    chosen = catalog.load("a", "team/a")
+    catalog.scan()
+    touched(folder / "a")
+    catalog.scan()
+    shutil.rmtree(folder / "a")
+    catalog.scan()
+    assert catalog.find("a") is chosen
+
+
+OUTSIDE = ["../outside", "a/../../outside", "/etc", "link", "link/deeper", "..", "nothing", "."]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_nothing_is_loaded_from_outside_of_the_folder(path, catalog, folder):
+    write_adapter(folder.parent / "outside", CFG)
+    write_adapter(folder.parent / "outside/deeper", CFG)
+    (folder / "link").symlink_to(folder.parent / "outside")
+    for given_path in (path, str(folder / path)):
+        refusal(catalog.load, "mine", given_path)
+    refusal(catalog.load, "mine", str(folder.parent / "outside"))
+    assert names(catalog) == ["base"]
+
+
+@pytest.mark.parametrize("name", ["", "base", "a\nb", "x" * 201])
+def test_names_that_no_adapter_may_have(name, catalog, folder):
+    write_adapter(folder / "a", CFG)
+    refusal(catalog.load, name, "a")
+    assert names(catalog) == ["base"]
+
+
+# --- The thread
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_thread_finds_and_checks_what_is_new(catalog, folder):
+    catalog.watch(seconds=0.01)
+    write_run(folder / "mine", step=3, max_steps=3)
+    truncated(folder / "bad")
+    wait_for(
+        lambda: len(names(catalog)) == 3 and all(m.fault is not None for m in catalog.listed())
+    )
+    wait_for(lambda: [bool(found.fault) for found in catalog.listed()] == [False, True, False])
+    catalog.close()
+
+
+def test_a_request_does_not_wait_for_adapters_before_its_own(folder):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow_read(path):
+        if path.endswith("a"):
+            begun.set()
+            assert may_end.wait(PATIENCE)
+        return peft.adapter_at(path)
+
+    for name in "ab":
+        write_adapter(folder / name, CFG)
+    catalog = Catalog("base", folder, slow_read, check=lambda path, found: None)
+    catalog.watch()
+    assert begun.wait(PATIENCE)
+    catalog.find("b")
+    may_end.set()
+    catalog.find("a")
+    catalog.close()
+
+
+MOVES = ["write", "remove", "load", "unload", "scan"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(moves=st.lists(st.sampled_from(MOVES), max_size=25))
+def test_in_any_order_of_events_a_name_is_there_if_its_folder_is(moves):
+    """Unless it was unloaded. Beside two booleans and a list of keys."""
+    with tempfile.TemporaryDirectory() as parent:
+        catalog = Catalog("base", parent, read=lambda path: None, check=lambda *found: None)
+        path = Path(parent, "a")
+        times = itertools.count(1)
+        is_unloaded, keys = False, []
+        for move in [*moves, "scan"]:
+            if move == "write":  # or change
+                path.mkdir(exist_ok=True)
+                for name in (peft.CONFIG_FILE, peft.TENSOR_FILE):
+                    (path / name).touch()
+                    os.utime(path / name, (next(times),) * 2)
+            elif move == "remove":
+                shutil.rmtree(path, ignore_errors=True)
+            elif move == "load" and path.exists():
+                catalog.load("a", "a")
+                is_unloaded = False
+            elif move == "unload" and "a" in catalog.models:
+                catalog.unload("a")
+                is_unloaded = True
+            elif move == "scan":
+                catalog.scan()
+                is_unloaded = is_unloaded and path.exists()
+                assert ("a" in catalog.models) == (path.exists() and not is_unloaded)
+            keys += [key for key in catalog.by_key if key not in keys]
+            assert len(catalog.by_key) <= 2
+            if "a" in catalog.models:
+                assert catalog.models["a"].key == keys[-1] == [*catalog.by_key][-1]
+            else:
+                assert not catalog.by_key
+
+
+@pytest.mark.parametrize("n_adapters", [300, slowly(10_000)])
+def test_thousands_of_adapters_are_listed_without_reading_them(n_adapters, folder):
+    """10,000: a scan takes about a second of a processor, 0.4 s when nothing has changed."""
+    for number in range(n_adapters):
+        path = folder / f"adapter-{number}"
+        path.mkdir()
+        (path / peft.CONFIG_FILE).touch()
+        (path / peft.TENSOR_FILE).touch()
+
+    def read(path):
+        raise AssertionError("a scan reads no adapter")
+
+    catalog = Catalog("base", folder, read, check=None)
+    seconds = []
+    for _ in range(2):
+        begin = time.thread_time()
+        catalog.scan()
+        seconds.append(time.thread_time() - begin)
+    begin = time.thread_time()
+    refusal(catalog.find, "adapter-1234567")
+    seconds.append(time.thread_time() - begin)
+    assert len(catalog.listed()) == n_adapters + 1
+    assert max(seconds) < 10, seconds
