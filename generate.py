@@ -12,14 +12,14 @@ the next token. Without a prompt a terminal asks for some, and elsewhere a new d
 An adapter is a PEFT folder, or a run with --lora_rank, that was trained on RUN. One adapter writes
 all texts; of several, each writes the text of its prompt, in one batch (none: RUN itself).
 
-Several prompts form a batch: shorter ones are padded on the left, and attention ignores the
-padding. A text ends at end-of-text or another end that the Hugging Face folder names, before a stop
-string, or after max_new_tokens. With learned positions it ends at max_seq_len, too; ALiBi and RoPE
-have no such limit. At the end the program prints its speed and the share of the memory bandwidth
-that it used.
+Several prompts share a batch: when a text has ended, the next one takes its row. A text ends at
+end-of-text or another end that the Hugging Face folder names, before a stop string, or after
+max_new_tokens. With learned positions it ends at max_seq_len, too; ALiBi and RoPE have no such
+limit. At the end the program prints its speed and the share of the memory bandwidth that it used.
 
 How a token is drawn: serving/sampling.py. How the model is made fast: serving/decoder.py. What is
-shown while a text grows: serving/stream.py. How adapters share a batch: serving/adapters.py.
+shown while a text grows: serving/stream.py. How texts share a batch: serving/engine.py. How
+adapters do: serving/adapters.py.
 """
 
 import program
@@ -30,6 +30,7 @@ if __name__ == "__main__":  # before PyTorch is imported
 import collections
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,8 +41,10 @@ import processes
 from config import UserError, require
 from serving.adapters import BASE, bank_for
 from serving.decoder import Decoder, pick_dtype
+from serving.engine import Engine, Event, Request
+from serving.sampling import Sampling
 from serving.speed import Speed
-from serving.stream import Text, print_stream, write
+from serving.stream import Text
 from text import corpus
 from weights.load import load_for_sampling
 
@@ -69,11 +72,8 @@ class GenerateSettings:
 
     def check(self) -> None:
         """Raise UserError for values out of range, and for settings that exclude each other."""
-        sampling_ok = self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1
-        require(
-            sampling_ok and self.max_new_tokens >= 1,
-            "temperature, top_k must be 0 or more, top_p in (0, 1], max_new_tokens 1 or more",
-        )
+        sampling_of(self)
+        require(self.max_new_tokens >= 1, "max_new_tokens must be 1 or more")
         require(self.batch_size > 0, "batch_size must be 1 or more")
         require(self.max_new_tokens <= 10**7, "max_new_tokens is at most 10,000,000")
         require(all(self.stop), "a stop string is empty")
@@ -169,7 +169,7 @@ def answer_typed_prompts(decoder, new_text, speed: Speed, cfg: GenerateSettings)
     """Stream a text for each line from the terminal. Ctrl-C ends a text, an empty line ends all."""
     while prompt := read_line():
         try:
-            print_stream(decoder, new_text(prompt), speed, sampling_settings(cfg))
+            print_stream(decoder, new_text(prompt), speed, cfg)
         except KeyboardInterrupt:
             print(flush=True)
         except UserError as error:
@@ -183,21 +183,41 @@ def read_line() -> str:
 
 
 def answer_given_prompts(decoder, texts: list[Text], speed: Speed, cfg: GenerateSettings) -> None:
-    """Stream a single text. Generate several in batches, and print them in their order."""
+    """Stream a single text. Generate several in a batch, and print them in their order."""
     if len(texts) == 1 and not cfg.json:
-        print_stream(decoder, texts[0], speed, sampling_settings(cfg))
+        print_stream(decoder, texts[0], speed, cfg)
         return
-    for first in range(0, len(texts), cfg.batch_size):
-        batch = texts[first : first + cfg.batch_size]
-        for _ in write(decoder, batch, speed, **sampling_settings(cfg)):
-            pass
-        for number, text in enumerate(batch, first + 1):
-            print(as_json(text) if cfg.json else as_section(text, number), flush=True)
+    n_printed = 0
+    for _ in events_of(decoder, texts, speed, cfg):
+        while n_printed < len(texts) and texts[n_printed].end:
+            text = texts[n_printed]
+            n_printed += 1
+            print(as_json(text) if cfg.json else as_section(text, n_printed), flush=True)
 
 
-def sampling_settings(cfg: GenerateSettings) -> dict:
-    """The arguments of `sampling.sample`."""
-    return {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
+def print_stream(decoder, text: Text, speed: Speed, cfg: GenerateSettings) -> None:
+    """Generate one text and print it meanwhile."""
+    print(text.prompt, end="", flush=True)
+    for event in events_of(decoder, [text], speed, cfg):
+        print(event.piece, end="", flush=True)
+    print(flush=True)
+    if not text.text:
+        print(f"no text: {text.end} came first; set another --seed or --prompt", file=sys.stderr)
+    if text.end == "max_seq_len":
+        print(f"ended at max_seq_len {text.max_ids}, where learned positions end", file=sys.stderr)
+
+
+def events_of(decoder, texts: list[Text], speed: Speed, cfg) -> Iterator[Event]:
+    """Generate texts, and yield each token of them."""
+    longest = max(text.max_length for text in texts)
+    engine = Engine(decoder, min(cfg.batch_size, len(texts)), longest)
+    engine.speed = speed
+    return engine.run([Request(text, sampling_of(cfg)) for text in texts])
+
+
+def sampling_of(cfg: GenerateSettings) -> Sampling:
+    """How tokens are drawn. UserError for values out of range."""
+    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
 
 
 def as_json(text: Text) -> str:

@@ -24,13 +24,14 @@ import program
 from config import TrainConfig, require
 from fsdp_train import evaluate
 from serving.decoder import Decoder
-from serving.speed import Speed
-from serving.stream import Text, write
+from serving.engine import Engine, Request
+from serving.sampling import Sampling
+from serving.stream import Text
 from storage import files
 from text.prepare import Recipe
 from weights.load import load_for_sampling
 
-BATCH = 64  # questions that are answered together
+BATCH = 64  # questions that are answered at the same time
 SHOWN = 3  # of which the answers are printed
 
 
@@ -52,15 +53,12 @@ def read_questions(path: str) -> list[dict]:
 def answers_of(model, tokenizer, questions: list[dict]) -> list[Text]:
     """What the model writes after each prompt. The model is a Decoder's from then on."""
     decoder = Decoder(model, tokenizer.vocab_size)
-    longest = max(len(tokenizer.encode(row["response"])) for row in questions)
-    answers = []
-    for first in range(0, len(questions), BATCH):
-        prompts = [row["prompt"] for row in questions[first : first + BATCH]]
-        # One token more than any answer has: it must be end-of-text.
-        texts = [Text(prompt, tokenizer, model.cfg, longest + 1) for prompt in prompts]
-        for _ in write(decoder, texts, Speed(), temperature=0.0):
-            pass
-        answers += texts
+    # One token more than any answer has: it must be end-of-text.
+    n = max(len(tokenizer.encode(row["response"])) for row in questions) + 1
+    answers = [Text(row["prompt"], tokenizer, model.cfg, n) for row in questions]
+    engine = Engine(decoder, BATCH, max(answer.max_length for answer in answers))
+    for _ in engine.run([Request(answer, Sampling(temperature=0)) for answer in answers]):
+        pass
     return answers
 
 

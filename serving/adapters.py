@@ -125,6 +125,7 @@ class Resident:
     slot: int
     users: int = 0  # texts that have acquired it and not yet released it
     loading: Future | None = None
+    version: int = 0  # each load has another one
 
 
 class AdapterBank:
@@ -146,6 +147,7 @@ class AdapterBank:
         self.free_slots = list(range(n_slots, 0, -1))
         # One thread: a slot that changes hands twice is filled in that order.
         self.loader = ThreadPoolExecutor(1, "adapters")
+        self.n_loads = 0
 
         self.cfg = decoder.cfg
         self.places = places_of(decoder.model, rank, layers)
@@ -187,6 +189,8 @@ class AdapterBank:
             stream = torch.cuda.current_stream(self.device) if self.is_cuda else None
             last_step = stream.record_event() if stream else None
             resident.loading = self.loader.submit(self.load, adapter, resident.slot, last_step)
+            self.n_loads += 1
+            resident.version = self.n_loads
 
     def take_slot(self) -> int:
         """A free slot, or that of the adapter without users that was used least recently."""
@@ -206,6 +210,10 @@ class AdapterBank:
             return
         self.residents[adapter].users -= 1
         self.residents.move_to_end(adapter)
+
+    def version(self, adapter: str) -> int:
+        """Which load filled the slot of an adapter in use: a file may change between two loads."""
+        return 0 if adapter == BASE else self.residents[adapter].version
 
     def is_loaded(self, adapter: str) -> bool:
         """Whether rows may use an adapter that was acquired. Raises what `wait` raises."""

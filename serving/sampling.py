@@ -13,10 +13,27 @@ are drawn independently, and a text does not depend on the others, their order o
 Run `python -m serving.sampling` to see what temperature, top_k and top_p make of a distribution.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 
 from model import seeded
-from program import arguments, run
+from program import arguments, require, run
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a text are drawn. UserError for values out of range."""
+
+    temperature: float = 1.0  # 0: always the likeliest token
+    top_k: int = 0  # draw from this many of the likeliest tokens (0 = no limit)
+    top_p: float = 1.0  # and from the fewest of them that together have this probability
+
+    def __post_init__(self):
+        has_temperature = 0 <= self.temperature < math.inf
+        in_range = has_temperature and self.top_k >= 0 and 0 < self.top_p <= 1
+        require(in_range, "temperature, top_k must be 0 or more, top_p in (0, 1]")
 
 
 def uniforms(seed: int, prompt: list[int], repeat: int, n: int) -> torch.Tensor:

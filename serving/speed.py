@@ -29,6 +29,8 @@ class Speed:
     seconds: float = 0.0  # of the steps
     cached_tokens: int = 0  # in the cache, padding included, summed over rows and steps
     adapter_bytes: int = 0  # that the steps have read
+    prompts: int = 0  # that were read to their ends
+    prefix_tokens: int = 0  # of prompts, whose keys and values were known and not computed
 
     def report(self, decoder: Decoder) -> str:
         """Prefill, decoding, bandwidth in one line. Measuring a CPU's bandwidth takes 0.2 s."""

@@ -1,4 +1,4 @@
-"""The stream of text: what can be shown while it is generated, and several texts in one batch.
+"""The stream of text: what can be shown while it is generated.
 
     token  text  shown
        99  c     c
@@ -7,14 +7,13 @@
        69  céE   cé      held back: this may be the start of the stop string "END"
        33  céE!  céE!    it was not
 
-Texts share a batch. When half of them have ended, the others continue in a smaller batch.
+`write` generates one text. serving/engine.py generates many in one batch.
 """
 
 import codecs
 import contextlib
+import functools
 import math
-import sys
-import time
 
 import torch
 
@@ -22,23 +21,24 @@ from config import MPTConfig, require
 from serving.adapters import BASE
 from serving.decoder import Decoder, generate
 from serving.sampling import uniforms
-from serving.speed import Speed
 
 
 class Text:
     """A prompt and its continuation, which grows token by token.
 
-    stops: strings that end the text and are not part of it. adapter: which one writes it, as
-    serving/adapters.py names them. repeat: which text of this prompt it is, 0 for the first.
+    prompt: a string, or token ids. stops: strings that end the text and are not part of it.
+    adapter: which one writes it, as serving/adapters.py names them. repeat: which text of this
+    prompt it is, 0 for the first.
 
     text        the continuation so far
     streamed    how many of its characters `add` has returned
-    end         why the text ended; None while it grows
+    end         why the text ended; None while it grows: "end of text", "stop string",
+                "max_new_tokens", "max_seq_len"; in an engine also "cancelled" and "error"
     """
 
     def __init__(
         self,
-        prompt: str,
+        prompt: str | list[int],
         tokenizer,
         cfg: MPTConfig,
         max_new_tokens: int,
@@ -48,17 +48,25 @@ class Text:
         special_tokens: bool = False,
         repeat: int = 0,
     ):
-        """Raises UserError if the prompt is longer than the learned positions.
+        """Raises UserError if the prompt is longer than the learned positions, or has unknown ids.
 
         special_tokens: the names of special tokens in the prompt stand for their ids.
         """
-        self.prompt = prompt
         self.adapter = adapter
         self.tokenizer = tokenizer
         self.stops = stops
+        if isinstance(prompt, str):
+            self.prompt = prompt
+            encode = tokenizer.encode_special if special_tokens else tokenizer.encode
+            ids = encode(prompt)
+        else:
+            unknown = [i for i in prompt if not 0 <= i < tokenizer.vocab_size]
+            last = tokenizer.vocab_size - 1
+            require(not unknown, f"the prompt has the id {unknown[:1]}: ids are from 0 to {last}")
+            self.prompt = tokenizer.decode(prompt)
+            ids = prompt
         # An empty prompt becomes end-of-text, after which a new document begins.
-        encode = tokenizer.encode_special if special_tokens else tokenizer.encode
-        self.ids = [int(i) for i in encode(prompt)] or [tokenizer.eot]
+        self.ids = [int(i) for i in ids] or [tokenizer.eot]
         self.n_prompt = len(self.ids)
         self.max_new_tokens = max_new_tokens
         self.max_ids = cfg.max_seq_len if cfg.learned_positions else math.inf
@@ -67,7 +75,8 @@ class Text:
             f"the prompt has {self.n_prompt} tokens, but learned positions end at max_seq_len "
             f"{cfg.max_seq_len}: shorten it (ALiBi and RoPE have no such limit)",
         )
-        self.uniforms = uniforms(seed, self.ids, repeat, max_new_tokens)  # they draw the tokens
+        self.seed = seed
+        self.repeat = repeat
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # keeps incomplete characters
         self.text = ""
         self.streamed = 0
@@ -113,80 +122,40 @@ class Text:
                     longest = max(longest, length)
         return longest
 
+    @functools.cached_property
+    def uniforms(self) -> torch.Tensor:
+        """The numbers that draw the tokens, (max_new_tokens,)."""
+        return uniforms(self.seed, self.ids[: self.n_prompt], self.repeat, self.max_new_tokens)
+
     @property
     def new_tokens(self) -> int:
         """How many tokens the continuation has."""
         return len(self.ids) - self.n_prompt
 
+    @property
+    def drawn_tokens(self) -> int:
+        """How many tokens were drawn: those of the continuation, and end-of-text if it came."""
+        return self.new_tokens + (self.end == "end of text")
 
-def write(decoder: Decoder, texts: list[Text], speed: Speed, **settings):
-    """Generate all texts to their ends. Yields (text, the characters of it that can be shown now).
+    @property
+    def max_length(self) -> int:
+        """How many tokens prompt and continuation can have together."""
+        return min(self.n_prompt + self.max_new_tokens, self.max_ids + 1)
 
-    settings: temperature, top_k and top_p of `sample`. When half of a batch have ended, or the
-    learned positions of its longest text have, the others continue in a new batch and a new cache.
-    UserError if a text's adapter cannot be loaded.
+
+def write(decoder: Decoder, text: Text, **settings):
+    """The obvious version of serving/engine.py: a text alone, from beginning to end.
+
+    settings: temperature, top_k and top_p of `sample`. Yields the characters that can be shown now.
+    UserError if the text's adapter cannot be loaded.
     """
     bank = decoder.bank
-    adapters = [text.adapter for text in texts]
-    with bank.in_use(adapters) if bank else contextlib.nullcontext():
-        while growing := [text for text in texts if not text.end]:
-            if bank:
-                bank.use([text.adapter for text in growing])
-            yield from write_batch(decoder, growing, speed, settings)
-
-
-def write_batch(decoder: Decoder, texts: list[Text], speed: Speed, settings: dict):
-    """`write` until half of the texts have ended. They all have equally many new tokens."""
-    ids, pad = left_padded(texts)
-    n_done = texts[0].new_tokens
-    uniforms = torch.stack([text.uniforms[n_done:] for text in texts])
-    tokens_of_steps = generate(
-        decoder,
-        ids.to(decoder.device),
-        uniforms.shape[1],
-        pad=pad.to(decoder.device) if pad.any() else None,
-        uniforms=uniforms.to(decoder.device),
-        **settings,
-    )
-
-    speed.prompt_tokens += sum(len(text.ids) for text in texts)
-    begin = time.perf_counter()
-    for step, tokens in enumerate(tokens_of_steps):
-        tokens = tokens.tolist()  # waits for the device
-        seconds = time.perf_counter() - begin
-        if step == 0:
-            speed.prompt_seconds += seconds
-        else:
-            speed.steps += 1
-            speed.seconds += seconds
-            speed.tokens += sum(not text.end for text in texts)
-            speed.cached_tokens += len(texts) * (ids.shape[1] + step)
-            speed.adapter_bytes += decoder.bank.bytes_per_step if decoder.bank else 0
-
-        for text, token in zip(texts, tokens, strict=True):
-            if not text.end:
-                yield text, text.add(token)
-        n_growing = sum(not text.end for text in texts)
-        if 2 * n_growing <= len(texts):
-            return
-        begin = time.perf_counter()
-
-
-def left_padded(texts: list[Text]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids (B, T), padded on the left so that all rows end together, and each row's padding (B,)."""
-    longest = max(len(text.ids) for text in texts)
-    pad = [longest - len(text.ids) for text in texts]
-    rows = [[0] * n + text.ids for n, text in zip(pad, texts, strict=True)]
-    return torch.tensor(rows), torch.tensor(pad)
-
-
-def print_stream(decoder: Decoder, text: Text, speed: Speed, settings: dict) -> None:
-    """Generate one text and print it meanwhile."""
-    print(text.prompt, end="", flush=True)
-    for _, piece in write(decoder, [text], speed, **settings):
-        print(piece, end="", flush=True)
-    print(flush=True)
-    if not text.text:
-        print(f"no text: {text.end} came first; set another --seed or --prompt", file=sys.stderr)
-    if text.end == "max_seq_len":
-        print(f"ended at max_seq_len {text.max_ids}, where learned positions end", file=sys.stderr)
+    with bank.in_use([text.adapter]) if bank else contextlib.nullcontext():
+        if bank:
+            bank.use([text.adapter])
+        ids = torch.tensor([text.ids], device=decoder.device)
+        uniforms = text.uniforms[None].to(decoder.device)
+        for token in generate(decoder, ids, text.max_new_tokens, uniforms=uniforms, **settings):
+            yield text.add(token.item())
+            if text.end:
+                return

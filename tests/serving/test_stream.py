@@ -1,4 +1,4 @@
-"""serving/stream.py and serving/speed.py: ends of texts, what is shown when, batches, speed."""
+"""serving/stream.py and serving/speed.py: ends of texts, what is shown when, speed."""
 
 import re
 
@@ -31,37 +31,14 @@ def test_special_tokens_of_a_prompt_are_text_unless_asked_for():
     assert Text(prompt, BYTES, ALIBI, 1, special_tokens=True).ids == [97, BYTES.eot, 98]
 
 
-def result(text):
-    """What must not depend on the other texts of a batch."""
-    return text.ids, text.text, text.end
-
-
-@pytest.mark.parametrize(
-    "more", [{"alibi": True}, {}, {"rope": True}, {"alibi": True, "kv_n_heads": 2}], ids=str
-)
-def test_texts_do_not_depend_on_those_beside_them(more):
-    """They end by stop strings, end of text, max_new_tokens, and the last learned position."""
-    mpt = model(vocab_size=257, **more)
-    decode = decoder(mpt, 257)
-    settings = {"temperature": 1.0, "top_k": 50, "top_p": 0.95}
-    prompts = ["a", "the river ran", "", "of the water", "to be", "x" * 20]
-    stops = ("e", "\x00", "\x07")
-
-    together = texts(mpt.cfg, prompts, stops=stops)
-    pieces = {text: "" for text in together}
-    for text, piece in write(decode, together, Speed(), **settings):
-        pieces[text] += piece
-
-    alone = texts(mpt.cfg, prompts, stops=stops)
-    for text in alone:
-        list(write(decode, [text], Speed(), **settings))
-
-    assert [result(text) for text in together] == [result(text) for text in alone]
-    assert list(pieces.values()) == [text.text for text in together]
-    assert len({text.new_tokens for text in together}) > 2
-    assert len({text.end for text in together}) > 1
-    if not more:
-        assert {len(text.ids) for text in together if text.end == "max_seq_len"} == {25}
+def test_prompts_may_be_ids():
+    (text,) = texts(ALIBI, ["a\xe9"])
+    as_ids = Text(text.ids, BYTES, ALIBI, 40, seed=1)
+    assert (as_ids.ids, as_ids.prompt) == (text.ids, "a\xe9")
+    assert as_ids.uniforms.equal(text.uniforms)
+    assert Text([], BYTES, ALIBI, 1).ids == [BYTES.eot]
+    for unknown in (-1, 257):
+        assert "ids are from 0 to 256" in refusal(texts, ALIBI, [[97, unknown]])
 
 
 def test_the_seed_decides_the_text():
@@ -70,7 +47,7 @@ def test_the_seed_decides_the_text():
 
     def written(**options):
         (text,) = texts(mpt.cfg, ["river"], **options)
-        list(write(decode, [text], Speed(), temperature=1.0))
+        list(write(decode, text, temperature=1.0))
         return text.ids
 
     assert written(seed=3) == written(seed=3) != written(seed=4)
@@ -145,15 +122,6 @@ def test_a_gpu_of_unknown_bandwidth_gets_no_share(monkeypatch, known):
     """One that is not in the table, and one of which the table only knows FLOPs per clock."""
     monkeypatch.setattr(devices, "identify", lambda device: known)
     assert share_of_bandwidth(100.0, torch.device("cuda")) == "share of the bandwidth n/a"
-
-
-def test_steps_are_counted():
-    mpt = model(alibi=True, vocab_size=257)
-    speed = Speed()
-    list(write(decoder(mpt, 257), texts(mpt.cfg, ["abc", "a"], n=5), speed, temperature=0))
-    assert (speed.prompt_tokens, speed.steps, speed.tokens) == (4, 4, 8)
-    # 3 tokens of the longer prompt, and one more in each step; 2 rows
-    assert speed.cached_tokens == 2 * (4 + 5 + 6 + 7)
 
 
 def test_a_prompt_beyond_learned_positions_is_refused_before_anything_is_written():

@@ -1,0 +1,108 @@
+"""The thread that owns an engine: other threads submit requests to it and cancel them.
+
+    another thread                      the engine's thread
+    submit(request)  -- inbox -->       between two steps: engine.submit, engine.cancel
+    cancel(request)  -- inbox -->       engine.step()
+    deliver(events)  <-----------       once for each step that has something to report
+
+A web server whose loop runs in one thread passes the events on with one call a step:
+
+    thread = EngineThread(engine, lambda events: loop.call_soon_threadsafe(hand_out, events))
+
+The last event of each request has an `end` (serving/engine.py::Event).
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from config import UserError, require
+from serving.engine import Engine, Event, Request
+
+SHUTTING_DOWN = "the server is shutting down: try again later"
+
+
+class EngineThread:
+    """Starts the thread. It runs until `drain`.
+
+    deliver: called by the thread with a list of events. It has to return soon, and may not raise.
+    """
+
+    def __init__(self, engine: Engine, deliver: Callable[[list[Event]], None]):
+        self.engine = engine
+        self.deliver = deliver
+        self.inbox = queue.SimpleQueue()  # functions that the thread is to call
+        self.lock = threading.Lock()  # nothing is submitted after the thread has read its inbox
+        self.is_closed = False
+        self.deadline = None  # of time.monotonic, once the engine is to end
+        self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
+        self.thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Hand over a request. UserError if it can never be served, or after `drain`."""
+        self.engine.check(request)
+        with self.lock:
+            require(not self.is_closed, SHUTTING_DOWN)
+            self.inbox.put(lambda: self.engine.submit(request))
+
+    def cancel(self, request: Request) -> None:
+        """End a text. Its last event says "cancelled", unless it has ended already."""
+        self.inbox.put(lambda: self.engine.cancel(request))
+
+    def drain(self, seconds: float) -> None:
+        """Refuse new requests, wait for the others, and end what is left after so many seconds.
+
+        Those end with "error". When this returns, the thread has delivered its last event.
+        """
+        with self.lock:
+            self.is_closed = True
+        self.inbox.put(lambda: setattr(self, "deadline", time.monotonic() + seconds))
+        self.thread.join()
+
+    def statistics(self) -> dict[str, int]:
+        """Texts now, and totals since the start."""
+        engine, speed = self.engine, self.engine.speed
+        begun = len(engine.loading) + (engine.reading is not None)
+        return {
+            "running": len(engine.running),
+            "waiting": self.inbox.qsize() + len(engine.waiting) + begun,
+            "steps": speed.steps,
+            "prompt_tokens": speed.prompt_tokens,
+            "prefix_tokens": speed.prefix_tokens,
+            "new_tokens": speed.prompts + speed.tokens,
+        }
+
+    # ----------------------------------------------------------------------------------------------
+    # What the thread does
+
+    def work(self) -> None:
+        """Serve until the deadline. If the engine itself fails, nobody waits for ever, either."""
+        try:
+            while not self.is_over():
+                self.read_inbox()
+                self.report(self.engine.step())
+        finally:
+            with self.lock:
+                self.is_closed = True
+            self.read_inbox()
+            self.engine.cancel_all(UserError(SHUTTING_DOWN))
+            self.report(self.engine.step())
+
+    def is_over(self) -> bool:
+        """Whether the engine was to end, and has nothing left to do or no time."""
+        if self.deadline is None:
+            return False
+        return not self.engine.is_busy or time.monotonic() >= self.deadline
+
+    def read_inbox(self) -> None:
+        """Do what other threads have asked for. Without anything else to do, wait for it."""
+        is_idle = not self.is_closed and not self.engine.is_busy
+        if is_idle:
+            self.inbox.get()()
+        while not self.inbox.empty():
+            self.inbox.get()()
+
+    def report(self, events: list[Event]) -> None:
+        if events:
+            self.deliver(events)
