@@ -1,0 +1,373 @@
+"""serving/constraint.py: whatever is drawn through its masks conforms; the rest is refused."""
+
+import json
+import random
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import pytest
+from conftest import byte_level, refusal, slowly
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from config import UserError
+from serving.constraint import Constraints, random_text
+from text import tokenizer as tokenizers
+
+BYTES = tokenizers.load("bytes")
+CONSTRAINTS = Constraints(BYTES)
+
+
+def takes(constraint, text: str, tokenizer=BYTES) -> bool:
+    """Whether a whole text may be written, and then end."""
+    for token in tokenizer.encode(text).tolist():
+        if not constraint.mask()[token]:
+            return False
+        constraint.accept(token)
+    return bool(constraint.mask()[tokenizer.eot])
+
+
+def allowed(constraint) -> set[int]:
+    return set(constraint.mask().nonzero().flatten().tolist())
+
+
+# --- Random schemas, random texts
+
+NAMES = st.sampled_from(["a", "b", "ab", "é", '"', "\\", "a\nb", "\x01", "x y", ""])
+PATTERNS = st.sampled_from(
+    ["^a+$", "b", "^[a-c]{2,3}$", r"^\d\d-\w$", "^(x|yy)*$", r"\\", r"^\S{1,3}$", '^["a]*$', "^.?$"]
+)
+CONSTANTS = st.one_of(
+    st.none(), st.booleans(), st.integers(-99, 99), st.text(max_size=3), st.sampled_from([0.5, -2.25])
+)
+
+
+def some(**fields):
+    """Objects that have any of these fields."""
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+def of_type(name: str, **fields):
+    return some(**fields).map(lambda found: {"type": name} | found)
+
+
+def span(low: str, high: str, values):
+    """Both limits of a range, in order."""
+    return st.tuples(values, values).map(sorted).map(lambda pair: {low: pair[0], high: pair[1]})
+
+
+def larger(schemas):
+    """Schemas that are made of others."""
+    properties = st.dictionaries(NAMES, schemas, max_size=3)
+    objects = st.builds(
+        lambda properties, n_required, more: {
+            "type": "object",
+            "properties": properties,
+            "required": [*properties][:n_required],
+            **more,
+        },
+        properties,
+        st.integers(0, 3),
+        some(additionalProperties=st.booleans() | schemas),
+    )
+    maps = st.builds(
+        lambda pattern, value, more: {"type": "object", "patternProperties": {pattern: value}} | more,
+        PATTERNS,
+        schemas,
+        some(additionalProperties=st.booleans() | schemas, maxProperties=st.integers(0, 2)),
+    )
+    arrays = st.builds(
+        lambda more, lengths: {"type": "array"} | more | lengths,
+        some(items=schemas, prefixItems=st.lists(schemas, min_size=1, max_size=2)),
+        span("minItems", "maxItems", st.integers(0, 3)),
+    )
+    several = st.lists(schemas, min_size=1, max_size=3)
+    return objects | maps | arrays | several.map(lambda found: {"anyOf": found})
+
+
+SIMPLE = st.one_of(
+    of_type("string", minLength=st.integers(0, 2), maxLength=st.integers(2, 5)),
+    of_type("string", pattern=PATTERNS),
+    of_type("string", format=st.sampled_from(["date-time", "uuid", "ipv4", "email"])),
+    of_type("integer", multipleOf=st.integers(1, 7)),
+    span("minimum", "maximum", st.integers(-200, 200)).map(lambda limits: {"type": "integer"} | limits),
+    span("minimum", "exclusiveMaximum", st.sampled_from([-1.5, 0.25, 3, 100])),
+    of_type("number", exclusiveMinimum=st.integers(-5, 5)),
+    st.sampled_from([{"type": "boolean"}, {"type": ["null", "integer"]}, {}]),
+    st.lists(CONSTANTS, min_size=1, max_size=3).map(lambda found: {"enum": found}),
+    CONSTANTS.map(lambda found: {"const": found}),
+)
+SCHEMAS = st.recursive(SIMPLE, larger, max_leaves=6)
+
+
+@pytest.mark.parametrize("n_schemas", [30, slowly(300)])
+def test_each_text_that_ends_by_itself_conforms(n_schemas):
+    check_random_schemas(BYTES, n_schemas)
+
+
+@pytest.mark.slow
+def test_so_do_texts_of_the_tokens_of_gpt2(gpt2):
+    check_random_schemas(gpt2, 60)
+
+
+def check_random_schemas(tokenizer, n_schemas):
+    constraints = Constraints(tokenizer)
+    ended, refused = [], []
+
+    @settings(
+        max_examples=n_schemas,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(SCHEMAS)
+    def check(schema):
+        for seed in range(2):
+            try:
+                constraint = constraints.schema(schema)
+                text = random_text(constraint, tokenizer, random.Random(seed), 300)
+            except UserError as error:
+                refused.append(str(error))
+                continue
+            if text:
+                jsonschema.validate(json.loads(text), schema)
+                ended.append(text)
+
+    check()
+    assert len(ended) > n_schemas
+    for message in refused:
+        assert re.search("Unsatisfiable|disjoint|allows no text|cannot go on", message), message
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "tokenizer.json", "gpt2"])
+def test_every_kind_of_tokenizer(name, request, tmp_path):
+    if name == "gpt2":
+        tokenizer = request.getfixturevalue("gpt2")
+    elif name == "bpe":
+        tokenizer = tokenizers.train_bpe(['{"name": "a", "age": 42}, "tags"'] * 9, 280)
+    elif name == "tokenizer.json":
+        byte_level("th", "ag").save(str(tmp_path / "tokenizer.json"))
+        tokenizer = tokenizers.load(str(tmp_path / "tokenizer.json"))
+    else:
+        tokenizer = BYTES
+    constraints = Constraints(tokenizer)
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer"}, "thé": {"enum": ["é", "the"]}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    constraint = constraints.schema(schema)
+    assert constraint.mask().shape == (tokenizer.vocab_size,)
+    assert takes(constraint, '{"age": 42, "thé": "é"}', tokenizer)
+    assert not takes(constraints.schema(schema), '{"age": 4.2}', tokenizer)
+    for seed in range(5):
+        text = random_text(constraints.schema(schema), tokenizer, random.Random(seed), 200)
+        jsonschema.validate(json.loads(text), schema)
+
+
+# --- JSON
+
+INDENTED = json.dumps({"a": [1, {"b": {}}], "c": None}, indent=4)
+AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+TEXTS = [
+    (AGE, '{"age": 4}', True),
+    (AGE, '{"age": 4, "x": "y"}', True),
+    (AGE, '{"age": 4, "age": "y"}', False),
+    (AGE, '{"age": 4', False),
+    # With an escape, the same key would not be known as that property.
+    (AGE, '{"age": 4, "\\u0061ge": "y"}', False),
+    ({"properties": {'"': {"type": "integer"}}}, '{"\\"": "y"}', False),
+    ({"properties": {'"': {"type": "integer"}}}, '{"\\"": 4}', True),
+    ({"type": "object"}, INDENTED, True),
+    ({"type": "object"}, '{"a":' + " " * 40 + "1}", False),
+    ({"type": "object"}, "{" + "\n" * 40 + "}", False),
+    ({"type": "string", "pattern": r"^--\w+[\]-]$"}, '"--a]"', True),
+    ({"type": "string", "pattern": r"^\S+@\S+$"}, '"a\\"@b"', True),
+    ({"type": "string", "pattern": r"^\S+@\S+$"}, '"a\\n@b"', False),
+]
+
+
+@pytest.mark.parametrize("schema, text, fits", TEXTS, ids=str)
+def test_texts_that_a_schema_allows(schema, text, fits):
+    assert takes(CONSTRAINTS.schema(schema), text) == fits
+
+
+def test_properties_come_in_the_order_of_the_schema():
+    ab, ba = ({"properties": dict.fromkeys(names, {}), "required": [*names]} for names in ("ab", "ba"))
+    assert takes(CONSTRAINTS.schema(ab), '{"a": 1, "b": 2}')
+    assert not takes(CONSTRAINTS.schema(ba), '{"a": 1, "b": 2}')
+
+
+def test_any_json_object():
+    assert takes(CONSTRAINTS.json_object(), '{"a": [1, "x", {}], "b": null}')
+    for text in ("[1]", "1", "{]"):
+        assert not takes(CONSTRAINTS.json_object(), text)
+
+
+# --- Regular expressions
+
+REGEXES = [
+    (r"\d{3}-\d{4}", "123-4567", True),
+    (r"\d{3}-\d{4}", "123-456", False),
+    ("^a+$", "aa", True),
+    ("a+", "baa", False),
+    ('[^"]*', "é\n", True),
+    ('[^"]*', 'a"', False),
+    ("a/b\nc", "a/b\nc", True),
+    ('x/ | "evil', "evil", False),
+]
+
+
+@pytest.mark.parametrize("pattern, text, fits", REGEXES)
+def test_a_regex_holds_for_the_whole_text(pattern, text, fits):
+    assert takes(CONSTRAINTS.regex(pattern), text) == fits
+
+
+# --- What cannot be enforced
+
+
+def nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def with_pattern(pattern):
+    return {"type": "string", "pattern": pattern}
+
+
+ITSELF = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+REFUSED = [
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ({"not": {"type": "string"}}, '"not"'),
+    ({"if": {}, "then": {}}, '"if"'),
+    ({"type": "array", "contains": {}}, '"contains"'),
+    ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+    ({"type": "object", "propertyNames": {"pattern": "a"}}, '"propertyNames"'),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
+    ({"type": "object", "unevaluatedProperties": False}, '"unevaluatedProperties"'),
+    ({"type": "string", "format": "postcode"}, "Unknown format: postcode"),
+    ({"type": "strng"}, "strng"),
+    ({"$ref": "https://elsewhere/schema"}, "https://elsewhere/schema"),
+    (with_pattern("a(?=b)"), "pattern: look-around"),
+    (with_pattern('^[^"]*$'), "negated character class"),
+    ({"patternProperties": {'^[^"]*$': {}}}, "negated character class"),
+    ({"$ref": "#/x/a", "x": {"a": with_pattern("[^b]")}}, "negated character class"),
+    (with_pattern(r"\P{P}"), "class of Unicode"),
+    (with_pattern(r"[\x00-!]"), "control character"),
+    (with_pattern("[a[b]]"), "within a character class"),
+    (with_pattern("[[:^punct:]]"), "within a character class"),
+    ({"type": "object", "minProperties": 2}, "minProperties above 1"),
+    ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "x-guidance"),
+    (ITSELF, "allows no text"),
+    ({"enum": []}, "Unsatisfiable"),
+    ({"const": float("nan")}, "no JSON"),
+    ({"const": "\ud800"}, "cannot enforce"),
+    ({"enum": ["x" * 60_000]}, "50,000 are allowed"),
+    (nested(200), "recursion limit"),
+    (nested(5_000), "recursion depth"),
+    (True, "must be an object"),
+    (False, "must be an object"),
+    (None, "must be an object"),
+]
+
+
+@pytest.mark.parametrize("schema, words", REFUSED, ids=[words for _, words in REFUSED])
+def test_a_schema_that_cannot_be_enforced_is_refused_by_name(schema, words):
+    assert words in refusal(CONSTRAINTS.schema, schema)
+
+
+LET_THROUGH = [
+    (with_pattern('^[^"]*$'), '"\\""'),
+    (with_pattern(r"^\P{P}$"), '"\\""'),
+    (with_pattern(r"^[\x00-!]$"), '"\\""'),
+    ({"type": "object", "minProperties": 2}, '{"a":1,"a":2}'),
+    ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "[1,1]"),
+]
+
+
+@pytest.mark.parametrize("schema, text", LET_THROUGH, ids=str)
+def test_llguidance_alone_would_let_it_through(schema, text):
+    """Where this fails, a check of ours is no longer needed."""
+    make = CONSTRAINTS.library.LLMatcher
+    options = {"whitespace_flexible": False}
+    matcher = make(CONSTRAINTS.vocabulary, make.grammar_from_json_schema(schema, overrides=options))
+    assert matcher.consume_tokens(BYTES.encode(text).tolist()) and matcher.is_accepting()
+
+
+NAMED_LIKE_KEYWORDS = ["pattern", "minProperties", "x-guidance", "patternProperties", "not", "oneOf"]
+
+
+def test_a_property_may_have_the_name_of_a_keyword():
+    schema = {"properties": dict.fromkeys(NAMED_LIKE_KEYWORDS, {"type": "integer"})}
+    assert takes(CONSTRAINTS.schema(schema), '{"pattern": 1, "not": 2}')
+
+
+BAD_REGEXES = ["a(?=b)", "(", r"\bx", "a^b", "", "$", "\ud800", "x" * 60_000]
+
+
+@pytest.mark.parametrize("pattern", BAD_REGEXES, ids=lambda pattern: ascii(pattern)[:9])
+def test_a_regex_that_cannot_be_enforced_is_refused(pattern):
+    assert "the regex" in refusal(CONSTRAINTS.regex, pattern)
+
+
+def test_a_dead_end_and_a_wrong_token_end_one_text_alone():
+    endless = {"$ref": "#/properties/a"}
+    schema = {"type": "object", "properties": {"a": endless}, "required": ["a"]}
+    constraint, other = CONSTRAINTS.schema(schema), CONSTRAINTS.schema(AGE)
+    for token in b'{"a"':
+        constraint.accept(token)
+    message = refusal(lambda: [constraint.accept(ord(":")), constraint.mask()])
+    assert "cannot go on" in message
+    wrong = CONSTRAINTS.schema(AGE)
+    assert "cannot go on" in refusal(wrong.accept, ord("x"))
+    assert "cannot go on" in refusal(wrong.mask)
+    assert takes(other, '{"age": 1}')
+    assert takes(CONSTRAINTS.schema(AGE), '{"age": 1}')
+
+
+def test_every_id_that_ends_texts_may_end_this_one():
+    tokenizer = tokenizers.load("bytes")
+    tokenizer.ends |= {7, 1000}  # as a model's folder adds them; the vocabulary ends at 256
+    constraint = Constraints(tokenizer).regex("ab?")
+    assert allowed(constraint) == {ord("a")}
+    constraint.accept(ord("a"))
+    assert allowed(constraint) == {ord("b"), 7, 256}
+    constraint.accept(7)
+
+
+# --- Building
+
+
+def test_the_last_matchers_are_kept_and_texts_do_not_share_them():
+    constraints = Constraints(BYTES, n_kept=2)
+    built = []
+    build = constraints.build
+    constraints.build = lambda *about: built.append(about[1]) or build(*about)
+    for pattern in ("a+", "b+", "a+", "c+", "a+", "b+"):
+        constraint = constraints.regex(pattern)
+        assert allowed(constraint) == {ord(pattern[0])}
+        constraint.accept(ord(pattern[0]))
+    assert built == ["a+", "b+", "c+", "b+"]
+    assert len(constraints.kept) == 2
+
+
+def test_threads_may_build_at_the_same_time():
+    constraints = Constraints(BYTES, n_kept=3)
+
+    def one(number):
+        schema = {"enum": [f"text {number % 7}"]}
+        return takes(constraints.schema(schema), f'"text {number % 7}"')
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(200)))
+
+
+def test_without_llguidance_the_message_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert "requirements-extra.txt" in refusal(Constraints, BYTES)
