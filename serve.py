@@ -19,20 +19,22 @@ import ipaddress
 import json
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from serving.catalog import Catalog
-from serving.constraint import Constraints
 
 import config
 import processes
-from config import EXTRA, UserError, require
+from config import EXTRA, LINEAR_LAYERS, UserError, require
+from serving.adapters import AdapterBank, read_adapter
+from serving.catalog import Catalog
+from serving.constraint import Constraints
 from serving.decoder import Decoder, pick_dtype
-from serving.engine import Engine
+from serving.engine import AHEAD, Engine
 from text import chat
-from weights.load import load_for_sampling
+from weights.load import fingerprint_of, load_for_sampling
 
 try:
     from web import app, guard
@@ -100,7 +102,7 @@ def main(argv) -> None:
     )
     template = chat.load_template(cfg.chat_template or template_of(path), tokenizer.special_tokens)
     decoder = Decoder(model, tokenizer.vocab_size, dtype)
-    catalog = Catalog(decoder, path, cfg.name or Path(run).resolve().name, cfg.adapters)
+    catalog = catalog_of(cfg, decoder, run, path)
     longest = model.cfg.max_seq_len if model.cfg.learned_positions else cfg.max_tokens
     max_tokens = min(cfg.max_tokens, longest)
     engine = Engine(decoder, cfg.rows, max_tokens, prefix_bytes=cfg.prefix_mb * 2**20)
@@ -119,6 +121,20 @@ def main(argv) -> None:
     with listening(cfg.host, cfg.port) as socket:
         print(example(socket, catalog.base, keys), flush=True)
         asyncio.run(server.serve([socket]))
+
+
+def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Catalog:
+    """The names that requests can have. With adapters, the decoder gets a bank for them."""
+    name = cfg.name or Path(run).resolve().name
+    if not cfg.adapters:
+        return Catalog(name, None, read=None, check=None)
+    fingerprint = fingerprint_of(Path(path))
+    read = partial(read_adapter, base=path, base_fingerprint=fingerprint)
+    catalog = Catalog(name, cfg.adapters, read, check=lambda *found: decoder.bank.check(*found))
+    AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, LINEAR_LAYERS, catalog.read)
+    catalog.scan()
+    catalog.watch()
+    return catalog
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -126,11 +126,13 @@ class Constraints:
     def schema(self, schema: dict) -> Constraint:
         """JSON that conforms to a schema. UserError if the schema cannot be enforced."""
         is_object = isinstance(schema, dict)
-        require(is_object, "the JSON schema must be an object, such as {\"type\": \"object\"}")
+        require(is_object, 'the JSON schema must be an object, such as {"type": "object"}')
         try:
             text = json.dumps(schema, allow_nan=False)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"the JSON schema is no JSON ({one_line(error)}): correct it") from error
+            raise UserError(
+                f"the JSON schema is no JSON ({one_line(error)}): correct it"
+            ) from error
         return self.constraint("JSON schema", text, schema)
 
     def json_object(self) -> Constraint:
@@ -187,7 +189,9 @@ def check_schema(schema: dict) -> None:
     Looks at every object, also inside of constants: a $ref may point to any of them.
     """
     problem = "cannot enforce the JSON schema"
-    require("x-guidance" not in schema, f"{problem}: x-guidance would change its meaning; remove it")
+    require(
+        "x-guidance" not in schema, f"{problem}: x-guidance would change its meaning; remove it"
+    )
     left = [schema]
     while left:
         node = left.pop()

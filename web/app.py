@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from config import UserError
+from serving.catalog import Catalog, Model
 from web import shapes
 from web.completions import Service, respond
 from web.guard import Guard
@@ -66,15 +67,16 @@ def add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     def models():
         """The names that a request's `model` may have."""
-        return {"object": "list", "data": [shapes.model_card(*card) for card in catalog.cards()]}
+        usable = [model for model in catalog.listed() if not model.fault]
+        return {"object": "list", "data": [card_of(model, catalog) for model in usable]}
 
     @app.get("/v1/models/{name:path}")
     def model(name: str):
         """One of these."""
-        for card in catalog.cards():
-            if card[0] == name:
-                return shapes.model_card(*card)
-        raise shapes.unknown_model(f"there is no model {name[:100]}")
+        try:
+            return card_of(catalog.find(name), catalog)
+        except UserError as error:
+            raise shapes.unknown_model(str(error)) from error
 
     @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     def load(body: LoadAdapter):
@@ -93,6 +95,12 @@ def add_models(app: FastAPI, service: Service) -> None:
         except UserError as error:
             raise shapes.unknown_model(str(error)) from error
         return f"{body.lora_name} is unloaded"
+
+
+def card_of(model: Model, catalog: Catalog) -> dict:
+    """A line of /v1/models. Paths of this machine stay here."""
+    parent = None if model.name == catalog.base else catalog.base
+    return shapes.model_card(model.name, parent)
 
 
 # --------------------------------------------------------------------------------------------------

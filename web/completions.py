@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from serving.catalog import Catalog
-from serving.constraint import Constraints
 
 from config import UserError
+from serving.catalog import Catalog
+from serving.constraint import Constraints
 from serving.engine import Engine, Event, Request
 from serving.sampling import Sampling
 from serving.stream import Text
@@ -121,7 +121,7 @@ class Job:
 async def job_of(body: Generation, service: Service) -> Job:
     """The texts that a body asks for. ApiError for what cannot be answered."""
     try:
-        adapter = service.catalog.adapter_of(body.model)
+        adapter = (await asyncio.to_thread(service.catalog.find, body.model)).key
     except UserError as error:
         raise shapes.unknown_model(str(error)) from error
     is_chat = isinstance(body, ChatRequest)
@@ -154,7 +154,7 @@ def constraint_of(body: Generation, service: Service):
     if body.guided_regex is not None:
         return ready(service.constraints.regex, body.guided_regex)
     if body.guided_json is not None:
-        return ready(service.constraints.json_schema, body.guided_json)
+        return ready(service.constraints.schema, body.guided_json)
     if body.response_format is None:
         return None
     kind = body.response_format.get("type")
@@ -167,7 +167,7 @@ def constraint_of(body: Generation, service: Service):
         schema = schema.get("schema") if isinstance(schema, dict) else None
         if not isinstance(schema, dict):
             raise ApiError(400, "response_format has no json_schema.schema", "response_format")
-        return ready(service.constraints.json_schema, schema)
+        return ready(service.constraints.schema, schema)
     known = "text, json_object, json_schema"
     raise ApiError(400, f"response_format.type is {kind!r}: expected {known}", "response_format")
 

@@ -223,16 +223,13 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict:
     }
 
 
-def model_card(name: str, created: int, root: str, parent: str | None) -> dict:
-    """A line of /v1/models. root, parent: vLLM's, where it comes from and what it adapts."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "mpt",
-        "root": root,
-        "parent": parent,
-    }
+STARTED = int(time.time())
+
+
+def model_card(name: str, parent: str | None) -> dict:
+    """A line of /v1/models. parent: vLLM's, the base that an adapter belongs to."""
+    card = {"id": name, "object": "model", "created": STARTED, "owned_by": "mpt"}
+    return {**card, "root": name, "parent": parent}
 
 
 def chat_logprobs(tokens: list[dict]) -> dict:
@@ -249,8 +246,8 @@ def text_logprobs(tokens: list[dict], offset: int) -> dict:
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": [
-            {other["token"]: other["logprob"] for other in token["top_logprobs"]}
+        "top_logprobs": [  # of several that look alike as text, the likeliest
+            {other["token"]: other["logprob"] for other in reversed(token["top_logprobs"])}
             for token in tokens
         ],
         "text_offset": offsets,

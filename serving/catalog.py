@@ -1,0 +1,320 @@
+"""The catalog: which model each name means. The base, and the adapters in one folder.
+
+    adapters/poems/            poems        a PEFT folder
+    adapters/lora-demo/        lora-demo    a run with --lora_rank, once it has finished
+    adapters/team/answers/     any name     an adapter deeper in the folder, by `load`
+
+`scan` finds what is new in the folder by the names and times of files. Weights are read when an
+adapter is checked: one after another in the thread of `watch`, or at once if a request names it
+first. So an adapter that is damaged or of another base is listed with its fault, and refused by
+name before an answer begins.
+
+Each adapter that is loaded, or whose files have changed, gets a new version. Bank and prompt caches
+know it by its `key`, which holds the version, so two versions cannot mix:
+
+    catalog = Catalog("base", folder, read, check=lambda *found: bank.check(*found))
+    bank = AdapterBank(..., read=catalog.read)
+    text = Text(..., adapter=catalog.find("poems").key)
+
+Any thread may call any method; only one at a time may `scan`.
+
+Run `python -m serving.catalog runs` for the adapters in a folder, checked for damage.
+"""
+
+import bisect
+import contextlib
+import difflib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import checkpoint
+from config import UserError, arguments, one_line, require, run
+from lifecycle import runlog
+from serving.adapters import BASE
+from weights import peft
+from weights.peft import Adapter
+
+# An adapter changes with one of these. A checkpoint is never written twice.
+FILES = [peft.CONFIG_FILE, peft.TENSOR_FILE, ".metadata", "checksums.json"]
+LONGEST_NAME = 200  # characters
+NEAR = 200  # names before and behind an unknown one that it is compared with
+SHARE = 0.02  # of a processor, that `watch` may use for scans
+
+
+@dataclass(eq=False)
+class Model:
+    """What a name means.
+
+    path: a PEFT folder, or a checkpoint of a run; "" for the base. stamp: the state of its files.
+    fault: why it cannot be used, "" if it can, None before it is checked. older: the key of the
+    version before.
+    """
+
+    name: str
+    path: str
+    version: int
+    stamp: tuple
+    fault: str | None = None
+    older: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def key(self) -> str:
+        """The name of this version in the bank."""
+        return f"{self.path} (version {self.version})" if self.path else BASE
+
+
+class Catalog:
+    """The base and its adapters by name.
+
+    folder: of adapters; None: there are none. read: path -> Adapter. check: (path, Adapter) raises
+    UserError if it does not fit, as AdapterBank.check.
+    """
+
+    def __init__(self, base: str, folder, read: Callable, check: Callable):
+        """UserError if there is no such folder."""
+        self.base = base
+        self.folder = Path(folder).resolve() if folder else None
+        is_folder = not folder or self.folder.is_dir()
+        require(is_folder, f"{folder} is no folder: give one that holds adapters")
+        self.read_path = read
+        self.check = check
+        self.models = {base: Model(base, "", 0, (), fault="")}
+        self.by_key = {}  # of adapters: each version that texts may still wait for
+        self.versions = itertools.count(1)  # of all adapters, so none comes twice
+        self.seen = {}  # what the last scan found: name -> (path, stamp)
+        self.unloaded = set()  # names that scans leave out
+        self.lock = threading.Lock()  # of these tables
+        self.closed = threading.Event()
+
+    # ----------------------------------------------------------------------------------------------
+    # Requests
+
+    def find(self, name: str) -> Model:
+        """The model that a name means. UserError if there is none, or it cannot be used."""
+        model = self.models.get(name)
+        if model is None:
+            raise UserError(f"no model {name[:LONGEST_NAME]!r}, {self.similar(name)}")
+        fault = self.fault_of(model)
+        require(not fault, f"the model {name!r} cannot be used: {fault}")
+        changed = f"the files of the model {name!r} have changed: load it again, or wait a moment"
+        require(not model.path or model.stamp == stamp_of(model.path), changed)
+        return model
+
+    def similar(self, name: str) -> str:
+        """The hint for a name that means nothing."""
+        with self.lock:
+            names = sorted(self.models)
+        place = bisect.bisect(names, name)
+        near = names[max(0, place - NEAR) : place + NEAR]
+        close = difflib.get_close_matches(name[:LONGEST_NAME], near)
+        return f"did you mean {' or '.join(map(repr, close))}?" if close else f"try {self.base!r}"
+
+    def listed(self) -> list[Model]:
+        """The base, then the adapters by name; those with a fault, too."""
+        with self.lock:
+            base, *adapters = self.models.values()
+        return [base, *sorted(adapters, key=lambda model: model.name)]
+
+    def read(self, key: str) -> Adapter:
+        """What the bank loads. UserError if this version is gone."""
+        model = self.by_key.get(key)
+        require(model, f"{key} was unloaded: ask for another model")
+        found = self.read_path(model.path)
+        is_same = model.stamp == stamp_of(model.path)
+        require(is_same, f"the files of {key} have changed: ask for its model again")
+        return found
+
+    def fault_of(self, model: Model) -> str:
+        """Why a model cannot be used, "" if it can. Reads the adapter, once."""
+        with model.lock:
+            if model.fault is None:
+                model.fault = self.checked(model.path)
+            return model.fault
+
+    def checked(self, path: str) -> str:
+        """What is wrong with an adapter, or ""."""
+        try:
+            self.require_inside(path)
+            self.check(path, self.read_path(path))
+        except (UserError, OSError) as error:
+            return str(error)
+        except Exception as error:  # whatever it is, it concerns this adapter alone
+            return f"{path}: {type(error).__name__}, {one_line(error)}"
+        return ""
+
+    # ----------------------------------------------------------------------------------------------
+    # Loading and unloading
+
+    def load(self, name: str, path: str) -> Model:
+        """Let a name mean the adapter at a path, as it is now.
+
+        path: inside the folder, absolute or relative to it. Of a run, the newest checkpoint counts,
+        whether it has finished or not. UserError if it cannot be used; then nothing changes.
+        """
+        is_name = 0 < len(name) <= LONGEST_NAME and name.isprintable()
+        require(is_name, f"a model needs a printable name of 1 to {LONGEST_NAME} characters")
+        require(name != self.base, f"{name!r} is the base: give the adapter another name")
+        require(self.folder, "no folder of adapters is served: name one when the server starts")
+        place = self.folder / path
+        require(".." not in place.parts, f"{path} has a '..': give a path inside {self.folder}")
+        self.require_inside(place)
+        source = source_of(place)
+        require(source, f"no adapter in {place}: expected a PEFT folder or a run")
+        model = self.new_version(name, source, stamp_of(source))
+        fault = self.fault_of(model)
+        require(not fault, fault)
+        with self.lock:
+            self.unloaded.discard(name)
+            self.put(model)
+            if self.is_at_home(name):
+                self.seen.setdefault(name, None)
+        return model
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Texts that are being written go on. UserError if there is none."""
+        require(name != self.base, f"{name!r} is the base, which stays")
+        with self.lock:
+            require(name in self.models, f"no adapter {name!r} is loaded")
+            self.remove(name)
+            self.unloaded.add(name)
+
+    def require_inside(self, path) -> None:
+        """UserError if an adapter or one of its files is outside of the folder, as by a link."""
+        for place in [Path(path), *(Path(path, name) for name in FILES)]:
+            is_inside = place.resolve().is_relative_to(self.folder)
+            require(is_inside, f"{path} is not inside {self.folder}: copy it there")
+
+    def new_version(self, name: str, path: str, stamp: tuple, fault: str | None = None) -> Model:
+        return Model(name, path, next(self.versions), stamp, fault)
+
+    def put(self, model: Model) -> None:
+        """Give a name a new version. Texts may still wait for the one before, but no older one."""
+        old = self.models.get(model.name)
+        if old:
+            self.by_key.pop(old.older, None)
+            model.older = old.key
+        self.models[model.name] = model
+        self.by_key[model.key] = model
+
+    def remove(self, name: str) -> None:
+        """Forget what a name means."""
+        model = self.models.pop(name)
+        self.by_key.pop(model.key)
+        self.by_key.pop(model.older, None)
+
+    # ----------------------------------------------------------------------------------------------
+    # The folder
+
+    def watch(self, seconds: float = 5.0) -> None:
+        """Start the thread that scans the folder and checks what is new, until `close`."""
+        threading.Thread(target=self.keep_watching, args=(seconds,), daemon=True).start()
+
+    def close(self) -> None:
+        """End that thread."""
+        self.closed.set()
+
+    def keep_watching(self, seconds: float) -> None:
+        """What that thread does."""
+        pause = 0.0
+        while not self.closed.wait(pause):
+            begin = time.thread_time()
+            with contextlib.suppress(OSError):  # of a file system that is away for a moment
+                self.scan()
+            pause = max(seconds, (time.thread_time() - begin) / SHARE)
+            for model in self.listed():
+                if self.closed.is_set():
+                    return
+                self.fault_of(model)
+
+    def scan(self) -> None:
+        """Add what is new in the folder, and new versions of what has changed; forget what is gone.
+
+        Reads no weights. A name that `load` gave to an adapter elsewhere stays as it is.
+        """
+        with os.scandir(self.folder) as entries:
+            names = {entry.name for entry in entries if entry.is_dir() and entry.name.isprintable()}
+        for name in self.seen.keys() - names:
+            with self.lock:
+                del self.seen[name]
+                if self.is_at_home(name):
+                    self.remove(name)
+        with self.lock:
+            self.unloaded &= names
+        for name in sorted(names - self.unloaded):
+            source = source_of(self.folder / name)
+            state = (source, stamp_of(source)) if source else None
+            if state and self.seen.get(name) != state:
+                self.seen[name] = state
+                self.look_at(name, *state)
+
+    def is_at_home(self, name: str) -> bool:
+        """Does a name mean the adapter in the folder of the same name?"""
+        model = self.models.get(name)
+        return model is not None and Path(model.path).is_relative_to(self.folder / name)
+
+    def look_at(self, name: str, source: str, stamp: tuple) -> None:
+        """Add what is new at the path `source`, if it is an adapter and has finished."""
+        fault = None
+        try:
+            if not peft.is_peft(source) and not is_finished(Path(source)):
+                return
+        except (UserError, OSError) as error:
+            fault = str(error)
+        if name == self.base:
+            return
+        with self.lock:
+            old = self.models.get(name)
+            is_known = old and (old.path, old.stamp) == (source, stamp)
+            is_elsewhere = old and not self.is_at_home(name)
+            if not is_known and not is_elsewhere and name not in self.unloaded:
+                self.put(self.new_version(name, source, stamp, fault))
+
+
+def source_of(place: Path) -> str | None:
+    """The PEFT folder or checkpoint at a path; of a run its newest checkpoint. None: no adapter."""
+    is_one = peft.is_peft(place) or (place / ".metadata").exists()
+    found = place if is_one else checkpoint.latest(place)
+    return str(found) if found else None
+
+
+def stamp_of(path: str) -> tuple:
+    """The state of an adapter's files. Two states of the same files differ."""
+    stamp = []
+    for name in FILES:
+        try:
+            status = os.stat(os.path.join(path, name))
+            stamp.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        except OSError:
+            stamp.append(None)
+    return tuple(stamp)
+
+
+def is_finished(path: Path) -> bool:
+    """Is a checkpoint the last one of a run with adapters? UserError if that cannot be read."""
+    if not checkpoint.adapter_settings(path):
+        return False
+    run_dir = path.parent.parent
+    if not (run_dir / "config.json").exists():  # imported, and not trained here
+        return True
+    return checkpoint.number(path) >= runlog.read_settings(run_dir)["max_steps"]
+
+
+def demonstrate(argv) -> None:
+    """Print the adapters in a folder, and what is wrong with them; the base is not compared."""
+    (folder,) = arguments(argv, "FOLDER")
+    catalog = Catalog("base", folder, peft.adapter_at, check=lambda path, found: None)
+    catalog.scan()
+    _, *adapters = catalog.listed()
+    require(adapters, f"no adapter in {folder}: expected PEFT folders, or runs that have finished")
+    for model in adapters:
+        print(f"{model.name:24} {catalog.fault_of(model) or 'sound'}")
+
+
+if __name__ == "__main__":
+    run(demonstrate)
