@@ -199,11 +199,11 @@ def check_question(before: str, asked: str, answered: str) -> None:
     require(not is_same_start, f"{problem}, does not precede an answer: {fix}")
 
 
-def checked_messages(messages) -> list[dict]:
+def checked_messages(messages, last: tuple[str, ...] = ("assistant",)) -> list[dict]:
     """The messages without values that are null. UserError if they are no conversation.
 
-    The first is the system's or the user's, the last the assistant's. No role but `tool` follows
-    itself, and `system` comes first or not at all.
+    The first is the system's or the user's. No role but `tool` follows itself, and `system` comes
+    first or not at all. last: whose the last one may be.
     """
     require(isinstance(messages, list) and messages, "messages is not a list of messages")
     checked = []
@@ -223,7 +223,7 @@ def checked_messages(messages) -> list[dict]:
         require(not late, f"{name} is of system, which can only be the first")
         checked.append(message)
         before = role
-    require(before == "assistant", f"the last message is of {before}, expected assistant")
+    require(before in last, f"the last message is of {before}, expected {' or '.join(last)}")
     return checked
 
 
@@ -334,6 +334,12 @@ class Template:
         inside = f"{self.name} writes {END_OF_TEXT} between turns"
         require(not any(END_OF_TEXT in text for text in texts), f"{inside}: {fix}")
         return texts
+
+    def end_of_answer(self) -> str:
+        """What the template writes behind an answer, such as <|im_end|>; empty for nothing."""
+        question, answer = SAMPLE[:2]
+        asked, answered = self.texts([question, answer], [(1, True), (2, False)])
+        return answered.removeprefix(asked).removeprefix(answer["content"]).strip()
 
     def start(self) -> None:
         """Start the process of the template. UserError if it is no template."""

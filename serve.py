@@ -1,0 +1,175 @@
+"""Serve a model and its adapters over HTTP, with OpenAI's API: text and chat, whole or streamed.
+
+    python serve.py runs/demo
+    python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0 --port=8000
+
+RUN is a run folder, one checkpoint in it, or a Hugging Face folder. A request's `model` names it,
+or an adapter of the folder --adapters: PEFT folders and finished runs with --lora_rank.
+
+The walk of a request, file by file: serving/README.md.
+"""
+
+import program
+
+if __name__ == "__main__":  # before PyTorch is imported
+    program.sleep_while_waiting()
+
+import asyncio
+import ipaddress
+import json
+import socket
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import config
+import processes
+from config import LINEAR_LAYERS
+from program import EXTRA, UserError, require
+from serving.adapters import AdapterBank, read_adapter
+from serving.catalog import Catalog
+from serving.constraint import Constraints
+from serving.decoder import Decoder, pick_dtype
+from serving.engine import AHEAD, Engine
+from text import chat
+from weights.load import fingerprint_of, load_for_sampling
+
+try:
+    from web import app, guard
+    from web.completions import Service
+    from web.server import Server
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: serve.py needs {error.name}: {EXTRA}") from error
+
+
+@dataclass
+class ServeSettings:
+    """The address, the batch, limits."""
+
+    host: str = "127.0.0.1"  # 0.0.0.0: all addresses of this machine
+    port: int = 8000  # 0: any free one
+    name: str = ""  # of the base in requests; empty = the last part of RUN
+    adapters: str = ""  # folder of adapters that requests can name
+    max_lora_rank: int = 16  # the highest rank of an adapter; sets the size of their bank
+    keys: str = ""  # file of API keys, one a line; without it nobody needs one
+    force: bool = False  # serve on a public address without keys
+    chat_template: str = ""  # of messages: a tokenizer's folder or a file; empty = RUN's, or ChatML
+    rows: int = 32  # texts that are generated together; others wait
+    max_tokens: int = 2048  # of a text, prompt included; at most max_seq_len of learned positions
+    prefix_mb: int = 256  # for the beginnings of prompts, which several may share
+    threads: int = 1  # of PyTorch; more are slower if other programs run on a CPU
+    max_requests: int = 12800  # open at the same time; more get status 429
+    max_seconds: int = 600  # of a request
+    drain_seconds: int = 30  # after SIGTERM, for open requests to finish
+    step: int | None = None  # which checkpoint (none = the newest)
+    tokenizer: str = ""  # of a Hugging Face folder (empty = its own; gpt2 if it names none)
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
+
+    def check(self) -> None:
+        """UserError for values out of range."""
+        require(0 <= self.port < 65536, f"port {self.port}: set --port from 0 to 65535")
+        for name in ("rows", "max_tokens", "max_requests", "max_seconds", "threads"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} {value}: set --{name} to 1 or more")
+        public = not is_loopback(self.host) and not self.keys
+        problem = f"--host={self.host} lets everybody in"
+        require(not public or self.force, f"{problem}: give --keys=FILE, or --force")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main(argv) -> None:
+    """Load the model, then answer requests until SIGTERM or Ctrl-C."""
+    (run,), cfg = config.load(argv, ServeSettings, takes="RUN")
+    keys = guard.read_keys(cfg.keys) if cfg.keys else []
+    n_files = guard.raise_file_limit()
+    most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
+    require(most_open > 0, f"only {n_files} files may be open: raise it with ulimit -n")
+
+    torch.set_num_threads(cfg.threads)
+    device = processes.pick_device("auto", 0, 1, 1)
+    dtype = pick_dtype(cfg.precision, device)
+    model, tokenizer, path = load_for_sampling(
+        run, cfg.step, device, cfg.tokenizer, in_fp32=dtype == torch.float32
+    )
+    template = chat.load_template(cfg.chat_template or template_of(path), tokenizer.special_tokens)
+    decoder = Decoder(model, tokenizer.vocab_size, dtype)
+    catalog = catalog_of(cfg, decoder, run, path)
+    longest = model.cfg.max_seq_len if model.cfg.learned_positions else cfg.max_tokens
+    max_tokens = min(cfg.max_tokens, longest)
+    engine = Engine(decoder, cfg.rows, max_tokens, prefix_bytes=cfg.prefix_mb * 2**20)
+    service = Service(
+        engine=engine,
+        catalog=catalog,
+        template=template,
+        constraints=Constraints(tokenizer),
+        tokenizer=tokenizer,
+        most_texts=most_open,
+        most_seconds=cfg.max_seconds,
+    )
+    hosts = ["127.0.0.1", "::1", "localhost"] if is_loopback(cfg.host) else []
+    application = app.build(service, keys, hosts, most_open)
+    server = Server(application, service, cfg.drain_seconds)
+    with listening(cfg.host, cfg.port) as socket:
+        print(example(socket, catalog.base, keys), flush=True)
+        asyncio.run(server.serve([socket]))
+
+
+def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Catalog:
+    """The names that requests can have. With adapters, the decoder gets a bank for them."""
+    name = cfg.name or Path(run).resolve().name
+    if not cfg.adapters:
+        return Catalog(name, None, read=None, check=None)
+    fingerprint = fingerprint_of(Path(path))
+    read = partial(read_adapter, base=path, base_fingerprint=fingerprint)
+    catalog = Catalog(name, cfg.adapters, read, check=lambda *found: decoder.bank.check(*found))
+    AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, LINEAR_LAYERS, catalog.read)
+    catalog.scan()
+    catalog.watch()
+    return catalog
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that waits for clients. UserError if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=4096)
+    except OSError as error:
+        problem = f"cannot listen on {host}, port {port}: {error.strerror}"
+        raise UserError(f"{problem}: set another --port or --host") from error
+
+
+def example(waiting: socket.socket, model: str, keys: list[str]) -> str:
+    """A request that a user can type."""
+    host, port = waiting.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    key = "-H 'Authorization: Bearer KEY' " if keys else ""
+    body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32})
+    return (
+        f"serving {model} on http://{host}:{port}. Try:\n"
+        f"curl http://{host}:{port}/v1/completions {key}-H 'Content-Type: application/json' "
+        f"-d '{body}'"
+    )
+
+
+def template_of(path: str) -> str:
+    """Where a model's own chat template is; empty if it has none."""
+    folder = Path(path)
+    if (folder / "chat_template.jinja").exists():
+        return path
+    settings = folder / "tokenizer_config.json"
+    has_one = settings.exists() and "chat_template" in json.loads(settings.read_text())
+    return path if has_one else ""
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,483 @@
+"""serve.py as clients see it: a real server, OpenAI's client with strict validation, plain HTTP."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch
+
+import checkpoint
+from config import TrainConfig
+from serving.adapters import write_random
+from weights import load
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+KEY = "a-key-of-the-tests-0001"
+TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=64)
+TWO_STEPS = """
+    --alibi --global_batch_size=4 --max_steps=2 --warmup_steps=1 --save_interval=1
+    --run_dir=run --eval_tokens=100
+""".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_data, tmp_path_factory):
+    """A run, and a folder of two adapters for it."""
+    folder = tmp_path_factory.mktemp("served")
+    shape = [f"--{name}={value}" for name, value in TINY.items()]
+    done = launch([], folder, [*shape, *TWO_STEPS, *flags_for(tiny_data)])
+    assert done.returncode == 0, done.stderr
+    settings = TrainConfig(init_from="any", lora_rank=4, lora_alpha=8.0)
+    cfg = load.settings_of(checkpoint.find(str(folder / "run")))
+    for seed, name in enumerate(["anna", "bert"]):
+        write_random(folder / "adapters" / name, cfg, settings, seed)
+    (folder / "keys.txt").write_text(f"# whose key it is\n{KEY} the tests\n")
+    return folder
+
+
+def wait_for(condition) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Served:
+    """A running serve.py."""
+
+    def __init__(self, folder, *flags):
+        command = [sys.executable, str(ROOT / "serve.py"), "run", "--port=0", "--max_tokens=256"]
+        self.log = Path(tempfile.mkdtemp(dir=folder)) / "log.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags],
+                cwd=folder,
+                env={**clean_environment(), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        first = self.process.stdout.readline()
+        if not first:
+            self.process.wait(PATIENCE)
+            raise AssertionError(self.said())
+        self.port = int(re.search(r":(\d+)\. Try:", first)[1])
+        self.curl = self.process.stdout.readline()
+
+    def said(self) -> str:
+        """What it has written to standard error."""
+        return self.log.read_text()
+
+    def request(self, method, path, body=None, headers=(), key=KEY):
+        """(status, headers, text) of one request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        headers = {"Content-Type": "application/json", **dict(headers)}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        content = body if isinstance(body, str | bytes | None) else json.dumps(body)
+        connection.request(method, path, content, headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, dict(answer.headers), text
+
+    def post(self, path, body, **more):
+        """(status, JSON) of a POST."""
+        status, _, text = self.request("POST", path, body, **more)
+        return status, json.loads(text)
+
+    def metric(self, name) -> int:
+        """A number of /metrics."""
+        return int(re.search(rf"^{name} (\d+)$", self.request("GET", "/metrics")[2], re.M)[1])
+
+    def wait_until_idle(self) -> None:
+        """Wait until no text is left in the engine, and no request open but ours."""
+        wait_for(lambda: self.health()["running"] == self.health()["waiting"] == 0)
+
+    def health(self) -> dict:
+        """What /health says."""
+        return json.loads(self.request("GET", "/health")[2])
+
+    def stop(self) -> int:
+        """End it as SLURM and Kubernetes do. Returns its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    """A server with two adapters and a key."""
+    server = Served(folder, "--adapters=adapters", "--keys=keys.txt", "--rows=4")
+    yield server
+    assert server.stop() == 0
+
+
+def client_of(served, strict=True):
+    """OpenAI's own client. strict: it checks that each answer has the documented shape."""
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{served.port}/v1",
+        api_key=KEY,
+        max_retries=0,
+        _strict_response_validation=strict,
+    )
+
+
+@pytest.fixture
+def client(served):
+    """The strict client."""
+    return client_of(served)
+
+
+# --- The endpoints, through OpenAI's client
+
+
+def test_models_are_the_base_and_its_adapters(client):
+    names = {model.id for model in client.models.list()}
+    assert names == {"run", "anna", "bert"}
+    assert client.models.retrieve("anna").id == "anna"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+
+
+def test_a_completion(client):
+    asked = dict(model="run", prompt="the river", max_tokens=12, seed=1)
+    first = client.completions.create(**asked)
+    choice = first.choices[0]
+    assert first.usage.prompt_tokens == 9 and first.usage.completion_tokens == 12
+    assert choice.finish_reason == "length" and choice.text
+    assert client.completions.create(**asked).choices[0].text == choice.text
+    other = client.completions.create(**{**asked, "model": "anna"}).choices[0].text
+    assert other != choice.text
+    echoed = client.completions.create(**asked, echo=True).choices[0].text
+    assert echoed == "the river" + choice.text
+    ids = client.completions.create(**{**asked, "prompt": list(b"the river")})
+    assert ids.choices[0].text == choice.text
+
+
+def test_several_texts_in_one_request(client):
+    both = client.completions.create(
+        model="run", prompt=["the river", "a tree"], n=3, max_tokens=8, seed=1
+    )
+    texts = [choice.text for choice in both.choices]
+    assert [choice.index for choice in both.choices] == list(range(6))
+    assert len(set(texts)) == 6
+    alone = client.completions.create(model="run", prompt="a tree", max_tokens=8, seed=1)
+    assert alone.choices[0].text == texts[3]
+    assert both.usage.prompt_tokens == 9 + 6 and both.usage.completion_tokens == 48
+
+
+def test_a_stream_holds_the_same_text(client, served):
+    asked = dict(model="bert", prompt="the river", max_tokens=12, seed=3)
+    whole = client.completions.create(**asked)
+    usage = {"include_usage": True}
+    # The documented shape has no finish_reason of null, which OpenAI's own streams have.
+    lenient = client_of(served, strict=False)
+    chunks = list(lenient.completions.create(**asked, stream=True, stream_options=usage))
+    pieces = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_a_chat(client):
+    messages = [{"role": "user", "content": "hello"}]
+    asked = dict(model="run", messages=messages, max_tokens=12, seed=1)
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    choice = whole.choices[0]
+    assert choice.message.role == "assistant" and choice.message.content
+    tokens = choice.logprobs.content
+    assert len(tokens) == 12 and all(len(token.top_logprobs) == 2 for token in tokens)
+    assert b"".join(bytes(token.bytes) for token in tokens).decode(errors="replace") == (
+        choice.message.content
+    )
+    pieces = []
+    with client.chat.completions.create(**asked, stream=True) as chunks:
+        for chunk in chunks:
+            pieces.append(chunk.choices[0].delta.content or "")
+    assert "".join(pieces) == choice.message.content
+
+
+def test_the_end_of_an_answer_and_stop_strings_end_a_text(client):
+    asked = dict(model="run", prompt="the river", max_tokens=40, seed=1)
+    text = client.completions.create(**asked).choices[0].text
+    stop = text[5:7]
+    stopped = client.completions.create(**asked, stop=[stop]).choices[0]
+    assert stopped.text == text[: text.index(stop)] and stopped.finish_reason == "stop"
+
+
+def test_logprobs_of_a_completion(client):
+    asked = dict(model="run", prompt="the river", max_tokens=6, temperature=0)
+    logprobs = client.completions.create(**asked, logprobs=3).choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 6
+    for value, likeliest in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert 1 <= len(likeliest) <= 3  # two halves of characters look alike as text
+        assert max(likeliest.values()) == pytest.approx(value)
+
+
+def test_json_that_a_schema_describes(client):
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer"}, "ok": {"type": "boolean"}},
+        "required": ["age", "ok"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="anna",
+            messages=[{"role": "user", "content": "hello"}],
+            response_format=form,
+            max_tokens=120,
+            seed=seed,
+        ).choices[0]
+        if answer.finish_reason == "stop":
+            assert set(json.loads(answer.message.content)) == {"age", "ok"}
+    digits = client.completions.create(
+        model="run", prompt="x", max_tokens=9, extra_body={"guided_regex": "[0-9]{3}"}
+    )
+    assert re.fullmatch("[0-9]{3}", digits.choices[0].text)
+    assert digits.choices[0].finish_reason == "stop"
+
+
+# --- Refusals
+
+ASK = {"model": "run", "prompt": "x", "max_tokens": 4}
+CHAT = {"model": "run", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    "change, status, words",
+    [
+        ({"model": "anne"}, 404, "anna"),
+        ({"model": "../run"}, 404, "no model"),
+        ({"model": None}, 400, "model"),
+        ({"max_tokens": 5000}, 400, "more than 256"),
+        ({"max_tokens": "4"}, 400, "max_tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "x" * 300}, 400, "are more than 256"),
+        ({"prompt": "x" * 10**6}, 400, "does not fit"),
+        ({"prompt": [1, 2, 320]}, 400, "ids are from 0"),
+        ({"prompt": ["x"] * 20_000}, 400, "send several requests"),
+        ({"prompt": []}, 400, "empty list"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": float("nan")}, 400, "temperature"),
+        ({"n": 10**6}, 400, "n: "),
+        ({"stop": ""}, 400, "empty"),
+        ({"stop": ["a"] * 20}, 400, "stop"),
+        ({"logit_bias": {"5": 1}}, 400, "not supported"),
+        ({"suffix": "x"}, 400, "not supported"),
+        ({"echo": True, "logprobs": 1}, 400, "echo with logprobs"),
+        ({"stream_options": {"include_usage": True}}, 400, "needs stream"),
+        ({"guided_json": {"not": {"type": "string"}}}, 400, "not"),
+        ({"guided_regex": "("}, 400, ""),
+        ({"response_format": {"type": "xml"}}, 400, "expected text, json_object"),
+    ],
+)
+def test_a_completion_that_cannot_be_is_refused(served, change, status, words):
+    got, body = served.post("/v1/completions", {**ASK, **change})
+    error = body["error"]
+    assert got == status and words in error["message"], error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"] and len(error["message"]) < 400
+
+
+@pytest.mark.parametrize(
+    "messages, words",
+    [
+        ([], "messages"),
+        ([{"role": "user"}], "content"),
+        ([{"role": "owner", "content": "x"}], "role"),
+        ([{"role": "assistant", "content": "x"}], "expected system or user first"),
+        ([{"role": "user", "content": "x"}] * 2, "alternate"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+            "expected user",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "content"),
+    ],
+)
+def test_a_conversation_in_disorder_is_refused(served, messages, words):
+    status, body = served.post("/v1/chat/completions", {**CHAT, "messages": messages})
+    assert status == 400 and words in body["error"]["message"], body
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"{", "not JSON"),
+        (b"", "body"),
+        (b"[]", "JSON object"),
+        (b'{"model": "run", "prompt": "\xff"}', ""),
+        (b"[" * 100_000, ""),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(served, content, words):
+    status, body = served.post("/v1/completions", content)
+    assert status == 400 and words in body["error"]["message"], body
+
+
+def test_bodies_without_end_are_cut_off(served):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+            b"Authorization: Bearer " + KEY.encode() + b"\r\n"
+            b"Content-Type: application/json\r\n\r\n"
+        )
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):
+                client.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+        assert client.recv(20).startswith(b"HTTP/1.1 413")
+
+
+def test_who_may_ask(served):
+    assert served.request("GET", "/v1/models", key=None)[0] == 401
+    assert served.request("GET", "/v1/models", key=KEY + "x")[0] == 401
+    assert served.request("GET", "/health", key=None)[0] == 200
+    assert served.request("GET", "/v1/models", headers={"Host": "evil.example"})[0] == 421
+    assert served.request("GET", "/v1/models", headers={"Origin": "http://evil.example"})[0] == 403
+    own = {"Origin": f"http://127.0.0.1:{served.port}"}
+    assert served.request("GET", "/v1/models", headers=own)[0] == 200
+    _, headers, _ = served.request("GET", "/health", headers={"X-Request-ID": "mine-7"})
+    assert headers["x-request-id"] == "mine-7"
+    wait_for(lambda: '"mine-7"' in served.said())  # it is written behind the answer
+
+
+def test_unknown_paths_and_methods_have_the_same_shape(served):
+    for method, path, status in [("GET", "/x", 404), ("GET", "/v1/completions", 405)]:
+        got, _, text = served.request(method, path)
+        assert got == status and "message" in json.loads(text)["error"]
+
+
+def test_the_schema_names_every_endpoint(served):
+    paths = json.loads(served.request("GET", "/openapi.json")[2])["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= set(paths)
+
+
+# --- Adapters at run time
+
+
+def test_adapters_come_and_go(served, folder):
+    cfg = load.settings_of(checkpoint.find(str(folder / "run")))
+    settings = TrainConfig(init_from="any", lora_rank=2, lora_alpha=8.0)
+    write_random(folder / "adapters" / "carl", cfg, settings, seed=9)
+    asked = {"lora_name": "carl", "lora_path": str(folder / "adapters" / "carl")}
+    assert served.request("POST", "/v1/load_lora_adapter", asked)[0] == 200
+    body = {**ASK, "model": "carl", "max_tokens": 20, "seed": 1}
+    _, first = served.post("/v1/completions", body)
+
+    shutil.rmtree(folder / "adapters" / "carl")
+    write_random(folder / "adapters" / "carl", cfg, settings, seed=10)
+    assert served.request("POST", "/v1/load_lora_adapter", asked)[0] == 200
+    _, second = served.post("/v1/completions", body)
+    assert second["choices"][0]["text"] != first["choices"][0]["text"]
+
+    assert served.request("POST", "/v1/unload_lora_adapter", {"lora_name": "carl"})[0] == 200
+    assert served.post("/v1/completions", body)[0] == 404
+    for path in ("../run", "/etc", "adapters/../../run"):
+        status, body = served.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
+        assert status == 400, body
+
+
+# --- Clients that leave, and the end
+
+
+def ask_and_leave(served, body) -> None:
+    """Send a request and close the connection when the first bytes of the answer are here."""
+    content = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}"
+        key = f"\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n\r\n"
+        client.sendall(head.encode() + key.encode() + content)
+        if body.get("stream"):
+            client.recv(100)
+        else:
+            time.sleep(0.05)
+
+
+def test_clients_that_leave_free_their_texts(served):
+    long = {**ASK, "max_tokens": 250, "n": 8}
+    before = served.metric("mpt_new_tokens_total")
+    for stream in (True, False):
+        ask_and_leave(served, {**long, "stream": stream})
+    served.wait_until_idle()
+    assert served.metric("mpt_new_tokens_total") - before < 2 * 8 * 250
+
+
+def test_too_many_texts_are_sent_away(folder):
+    server = Served(folder, "--max_requests=3", "--rows=1")
+    status, body = server.post("/v1/completions", {**ASK, "n": 4}, key=None)
+    assert status == 429 and "try again" in body["error"]["message"]
+    assert server.request("POST", "/v1/completions", {**ASK, "n": 4}, key=None)[1]["retry-after"]
+    assert server.stop() == 0
+
+
+def test_sigterm_lets_open_requests_finish(folder):
+    server = Served(folder, "--rows=8")
+    answers = []
+
+    def ask(n):
+        body = {**ASK, "max_tokens": 100, "seed": n}
+        answers.append(server.post("/v1/completions", body, key=None))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(30)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: server.health()["running"] == 8)
+    assert server.stop() == 0
+    for thread in threads:
+        thread.join()
+    kinds = {status for status, _ in answers}
+    assert len(answers) == 30 and kinds <= {200, 503}, kinds
+    assert sum(status == 200 for status, _ in answers) >= 8
+
+
+# --- The command
+
+
+def refused(folder, *flags) -> str:
+    """The one line with which serve.py ends."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "serve.py"), *flags],
+        cwd=folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 2 and done.stdout == "", done
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_what_cannot_be_served(folder):
+    assert "--keys=FILE" in refused(folder, "run", "--host=0.0.0.0")
+    (folder / "short.txt").write_text("abc\n")
+    assert "less than 16" in refused(folder, "run", "--keys=short.txt")
+    assert "nowhere" in refused(folder, "nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "set another --port" in refused(folder, "run", f"--port={port}")
+
+
+def test_the_curl_line_works(folder):
+    server = Served(folder)
+    done = subprocess.run(
+        ["bash", "-c", server.curl], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert json.loads(done.stdout)["choices"][0]["text"]
+    assert server.stop() == 0 and os.path.exists(folder / "run")

@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's endpoints over serving/engine.py. All that imports FastAPI is here."""

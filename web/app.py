@@ -1,0 +1,149 @@
+"""The application: which path is answered by what, and every error in OpenAI's shape."""
+
+import json
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from program import UserError
+from serving.catalog import Catalog, Model
+from web import shapes
+from web.completions import Service, respond
+from web.guard import Guard
+from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+
+MOST_BYTES = 16 * 2**20  # of a body
+
+
+def build(service: Service, keys: list[str], hosts: list[str], most_open: int) -> Guard:
+    """The whole ASGI application. The arguments after `service`: see `Guard`."""
+    app = FastAPI(
+        title="MPT",
+        description="OpenAI's completions, from one model and its adapters.",
+        docs_url=None,  # it would load scripts from another host: /openapi.json has all of it
+        redoc_url=None,
+        max_body_size=MOST_BYTES,
+    )
+    add_errors(app)
+    add_models(app, service)
+    add_generation(app, service)
+    guard = Guard(app, keys, hosts, most_open, service.metrics)
+
+    @app.get("/health")
+    async def health():
+        """Whether new requests are accepted: 200, or 503 while the server shuts down."""
+        status = "draining" if service.is_draining else "ok"
+        values = {"status": status, **service.thread.statistics()}
+        return JSONResponse(values, 503 if service.is_draining else 200)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics():
+        """Counters in Prometheus's text format."""
+        return service.metrics.text(service.thread.statistics(), guard.n_open)
+
+    return guard
+
+
+def add_generation(app: FastAPI, service: Service) -> None:
+    """The endpoints that generate text."""
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: Request):
+        """Continue a prompt, or several."""
+        return await respond(body, service, http)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, http: Request):
+        """Answer a conversation."""
+        return await respond(body, service, http)
+
+
+def add_models(app: FastAPI, service: Service) -> None:
+    """The endpoints about the base and its adapters. The last two are vLLM's."""
+    catalog = service.catalog
+
+    @app.get("/v1/models")
+    def models():
+        """The names that a request's `model` may have."""
+        usable = [model for model in catalog.listed() if not model.fault]
+        return {"object": "list", "data": [card_of(model, catalog) for model in usable]}
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str):
+        """One of these."""
+        try:
+            return card_of(catalog.find(name), catalog)
+        except UserError as error:
+            raise shapes.unknown_model(str(error)) from error
+
+    @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    def load(body: LoadAdapter):
+        """Serve an adapter of the adapters' folder under a name, or load it again."""
+        try:
+            catalog.load(body.lora_name, body.lora_path)
+        except UserError as error:
+            raise ApiError(400, str(error), param="lora_path") from error
+        return f"{body.lora_name} is loaded"
+
+    @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    def unload(body: UnloadAdapter):
+        """Serve an adapter no more. Texts that have begun go on."""
+        try:
+            catalog.unload(body.lora_name)
+        except UserError as error:
+            raise shapes.unknown_model(str(error)) from error
+        return f"{body.lora_name} is unloaded"
+
+
+def card_of(model: Model, catalog: Catalog) -> dict:
+    """A line of /v1/models. Paths of this machine stay here."""
+    parent = None if model.name == catalog.base else catalog.base
+    return shapes.model_card(model.name, parent)
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+
+
+def add_errors(app: FastAPI) -> None:
+    """Handlers that give all errors OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def of_ours(_, error: ApiError):
+        return JSONResponse(error.body, error.status, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def of_values(_, error: RequestValidationError):
+        return await of_ours(_, refusal(error.errors()[0]))
+
+    @app.exception_handler(StarletteHTTPException)
+    async def of_http(request: Request, error: HTTPException):
+        reasons = {
+            404: f"there is no {request.url.path[:100]}: see /openapi.json",
+            405: f"{request.url.path[:100]} does not take {request.method}",
+            413: f"the body is larger than {MOST_BYTES:,} bytes",
+        }
+        message = reasons.get(error.status_code, str(error.detail))
+        return await of_ours(request, ApiError(error.status_code, message))
+
+    @app.exception_handler(Exception)
+    async def of_a_bug(_, error: Exception):
+        return await of_ours(_, ApiError(500, "the server failed: its log says why"))
+
+
+def refusal(fault: dict) -> ApiError:
+    """The answer to a body that is no request, from the first thing that pydantic found."""
+    if fault["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {fault['ctx']['error']}")
+    place = [str(part) for part in fault["loc"] if part != "body"]
+    name = place[0] if place else None
+    if name is None:
+        wrong = "the body is not a JSON object: send the header Content-Type: application/json"
+        return ApiError(400, wrong)
+    given = json.dumps(fault.get("input"), default=str)[:60]
+    message = f"{'.'.join(place)}: {fault['msg']}"
+    if fault["type"] != "missing":
+        message += f", not {given}"
+    return ApiError(400, message, param=name)

@@ -1,0 +1,406 @@
+"""From a request to its texts, and from their tokens to an answer, whole or as a stream.
+
+    body -> texts_of -> Service.opened -> engine's thread -> hand_out -> a queue for each request
+                                                                  |
+                       answer, when all texts have ended    <-----+
+                       stream, a chunk for each new piece   <-----+
+
+What takes long happens in other threads: encoding, chat templates, building constraints. A client
+that leaves ends its texts, whether they wait or run.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from program import UserError
+from serving.catalog import Catalog
+from serving.constraint import Constraints
+from serving.engine import Engine, Event, Request
+from serving.sampling import Sampling
+from serving.stream import Text
+from serving.thread import EngineThread
+from text.chat import Template, checked_messages
+from text.tokenizer import Tokenizer
+from web import shapes
+from web.metrics import Metrics
+from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
+
+PING_SECONDS = 15  # a stream that waits says so: proxies close silent connections
+BYTES_OF_A_TOKEN = 128  # the longest one of GPT-2
+
+
+@dataclass
+class Service:
+    """What the endpoints share. All but `template` belongs to the event loop's thread."""
+
+    engine: Engine
+    catalog: Catalog
+    template: Template
+    constraints: Constraints
+    tokenizer: Tokenizer
+    most_texts: int  # running and waiting; more are refused with 429
+    most_seconds: float  # of one request
+    metrics: Metrics = field(default_factory=Metrics)
+    queues: dict = field(default_factory=dict)  # Request of the engine -> the queue of its events
+    template_lock: threading.Lock = field(default_factory=threading.Lock)  # it has one process
+    is_draining: bool = False
+    chat_stops: list[str] = field(init=False)  # what the template writes behind an answer
+    thread: EngineThread | None = None
+
+    def __post_init__(self):
+        self.chat_stops = list(filter(None, [self.template.end_of_answer()]))
+
+    def start(self, deliver) -> None:
+        """Start the engine. deliver: takes `hand_out`'s events over from its thread."""
+        self.thread = EngineThread(self.engine, deliver)
+
+    def hand_out(self, events: list[Event]) -> None:
+        """Put each event of a step into the queue of its request."""
+        for event in events:
+            queue = self.queues.get(event.request)
+            if queue:
+                queue.put_nowait(event)
+            if event.end:
+                self.queues.pop(event.request, None)
+
+    @contextlib.contextmanager
+    def opened(self, requests: list[Request]):
+        """Hand requests to the engine. Gives the queue of their events; in the end cancels them.
+
+        ApiError if there are too many already, or the server is about to end.
+        """
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down: try again later", retry_after=5)
+        if len(self.queues) + len(requests) > self.most_texts:
+            problem = f"{len(self.queues)} texts are running or waiting"
+            raise ApiError(429, f"{problem}: try again later", retry_after=1)
+        queue = asyncio.Queue()
+        try:
+            for request in requests:
+                self.queues[request] = queue
+                self.thread.submit(request)
+            yield queue
+        except UserError as error:
+            raise ApiError(400, str(error)) from error
+        finally:
+            for request in requests:
+                if self.queues.pop(request, None):
+                    self.thread.cancel(request)
+
+
+# --------------------------------------------------------------------------------------------------
+# From a request to texts
+
+
+@dataclass
+class Job:
+    """A request that has been checked: its texts, and how its answer looks."""
+
+    kind: str  # chat or text
+    body: Generation
+    requests: list[Request]  # of the engine, in the order of the answer's choices
+    echo: bool = False
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def usage(self) -> dict:
+        """The tokens of all texts. A prompt counts once, however many texts continue it."""
+        n = self.body.n or 1
+        prompts = sum(request.text.n_prompt for request in self.requests[::n])
+        return shapes.usage(prompts, sum(request.text.drawn_tokens for request in self.requests))
+
+
+async def job_of(body: Generation, service: Service) -> Job:
+    """The texts that a body asks for. ApiError for what cannot be answered."""
+    try:
+        adapter = (await asyncio.to_thread(service.catalog.find, body.model)).key
+    except UserError as error:
+        raise shapes.unknown_model(str(error)) from error
+    is_chat = isinstance(body, ChatRequest)
+    try:
+        constraint = await asyncio.to_thread(constraint_of, body, service)
+        make = chat_texts if is_chat else completion_texts
+        texts = await asyncio.to_thread(make, body, service, adapter)
+    except UserError as error:
+        raise ApiError(400, str(error)) from error
+
+    sampling = Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+    )
+    requests = [
+        Request(text, sampling, constraint() if constraint else None, body.n_logprobs)
+        for text in texts
+    ]
+    if is_chat:
+        return Job("chat", body, requests)
+    return Job("text", body, requests, bool(body.echo))
+
+
+def constraint_of(body: Generation, service: Service):
+    """A function that makes a new constraint for each text, or None. UserError, ApiError."""
+    asked = [body.response_format, body.guided_json, body.guided_regex]
+    if sum(value is not None for value in asked) > 1:
+        raise ApiError(400, "response_format, guided_json and guided_regex exclude each other")
+    if body.guided_regex is not None:
+        return ready(service.constraints.regex, body.guided_regex)
+    if body.guided_json is not None:
+        return ready(service.constraints.schema, body.guided_json)
+    if body.response_format is None:
+        return None
+    kind = body.response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ready(service.constraints.json_object)
+    if kind == "json_schema":
+        schema = body.response_format.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+        if not isinstance(schema, dict):
+            raise ApiError(400, "response_format has no json_schema.schema", "response_format")
+        return ready(service.constraints.schema, schema)
+    known = "text, json_object, json_schema"
+    raise ApiError(400, f"response_format.type is {kind!r}: expected {known}", "response_format")
+
+
+def ready(build, *arguments):
+    """build, after a first call that shows that it works and keeps what it has built."""
+    build(*arguments)
+    return lambda: build(*arguments)
+
+
+def completion_texts(body: CompletionRequest, service: Service, adapter: str) -> list[Text]:
+    """n texts for each prompt."""
+    prompts = body.prompts
+    n = body.n or 1
+    if len(prompts) * n > shapes.MOST_TEXTS:
+        problem = f"{len(prompts)} prompts with n={n} are more than {shapes.MOST_TEXTS} texts"
+        raise ApiError(400, f"{problem}: send several requests", param="prompt")
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "echo with logprobs is not supported: leave one out", param="echo")
+    if body.best_of not in (None, n):
+        raise ApiError(400, "best_of is not supported: leave it out", param="best_of")
+    texts = []
+    for prompt in prompts:
+        texts += texts_of(prompt, body, service, adapter, body.max_tokens, body.stops)
+    return texts
+
+
+def chat_texts(body: ChatRequest, service: Service, adapter: str) -> list[Text]:
+    """n answers to the conversation."""
+    messages = checked_messages([m.plain for m in body.messages], last=("user", "tool"))
+    template = service.template
+    spelled_out = [{**m, "content": template.spelled_out(m["content"])} for m in messages]
+    with service.template_lock:
+        prompt = template.text(spelled_out, add_generation_prompt=True)
+    stops = [*body.stops, *service.chat_stops]
+    return texts_of(prompt, body, service, adapter, body.most_tokens, stops, special_tokens=True)
+
+
+def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=False) -> list[Text]:
+    """n texts that continue a prompt, a string or token ids."""
+    room = service.engine.max_tokens
+    too_long = f"the prompt does not fit into the {room} tokens of a text: shorten it"
+    if len(prompt) > room * (BYTES_OF_A_TOKEN if isinstance(prompt, str) else 1):
+        raise ApiError(400, too_long, code="context_length_exceeded")
+
+    seed = random.getrandbits(62) if body.seed is None else body.seed
+    texts = []
+    for repeat in range(body.n or 1):
+        text = Text(
+            prompt,
+            service.tokenizer,
+            service.engine.decoder.cfg,
+            max_tokens or room,
+            stops,
+            seed,
+            adapter,
+            special_tokens,
+            repeat,
+        )
+        if max_tokens is None:
+            text.max_new_tokens = room - text.n_prompt
+        if text.n_prompt >= room or text.max_length > room:
+            asked = f"{text.n_prompt} tokens of the prompt and max_tokens {text.max_new_tokens}"
+            problem = too_long if max_tokens is None else f"{asked} are more than {room}"
+            raise ApiError(400, problem, code="context_length_exceeded")
+        texts.append(text)
+    return texts
+
+
+# --------------------------------------------------------------------------------------------------
+# From tokens to an answer
+
+
+async def respond(body: Generation, service: Service, http: HttpRequest) -> Response:
+    """Answer a request, whole or as a stream."""
+    if body.stream_options and not body.stream:
+        raise ApiError(400, "stream_options needs stream: set it", param="stream_options")
+    job = await job_of(body, service)
+    http.state.job = job  # for the log
+    if body.stream:
+        opened = contextlib.ExitStack()
+        queue = opened.enter_context(service.opened(job.requests))  # may still raise a status
+        return EventStream(stream(job, service, queue), opened)
+
+    with service.opened(job.requests) as queue:
+        gathering = asyncio.ensure_future(gather(job, service, queue))
+        leaving = asyncio.ensure_future(client_leaves(http))
+        done, pending = await asyncio.wait(
+            [gathering, leaving], return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in pending:
+            task.cancel()
+        if gathering not in done:
+            return Response(status_code=499)  # nobody reads it
+        return JSONResponse(gathering.result())
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events. However it ends, so do its texts."""
+
+    def __init__(self, frames, opened: contextlib.ExitStack):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        self.opened = opened
+
+    async def __call__(self, scope, receive, send) -> None:
+        """Send the stream, until it ends or the client leaves."""
+        with self.opened:
+            await super().__call__(scope, receive, send)
+
+
+async def client_leaves(http: HttpRequest) -> None:
+    """Return when the client has closed the connection."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def events_of(job: Job, service: Service, queue: asyncio.Queue):
+    """The events of all texts of a job, until the last one has ended; None when time has passed.
+
+    ApiError if the engine has ended a text for an error, or the job takes too long.
+    """
+    n_open = len(job.requests)
+    deadline = job.begun + service.most_seconds
+    is_first = True
+    while n_open:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            limit = f"the answer takes more than {service.most_seconds:g} s"
+            raise ApiError(504, f"{limit}: ask for fewer tokens")
+        try:
+            event = await asyncio.wait_for(queue.get(), min(left, PING_SECONDS))
+        except TimeoutError:
+            yield None
+            continue
+        if event.request.error or event.end == "cancelled":
+            raise failure_of(event, service)
+        if is_first:
+            service.metrics.first_token_seconds.add(time.monotonic() - job.begun)
+            is_first = False
+        n_open -= event.end is not None
+        yield event
+    service.metrics.answer_seconds.add(time.monotonic() - job.begun)
+
+
+def failure_of(event: Event, service: Service) -> ApiError:
+    """The error that ended a text. What only we can mend shows its words in the log alone."""
+    if service.is_draining:
+        return ApiError(503, "the server is shutting down: try again later", retry_after=5)
+    if isinstance(event.request.error, UserError):
+        return ApiError(400, str(event.request.error))
+    return ApiError(500, "the server could not generate this text: its log says why")
+
+
+async def gather(job: Job, service: Service, queue: asyncio.Queue) -> dict:
+    """The whole answer."""
+    tokens = {request: [] for request in job.requests}
+    async for event in events_of(job, service, queue):
+        if event and event.logprobs:
+            tokens[event.request].append(logprob_of(event, service))
+    choices = [
+        choice_of(job, number, request, tokens[request])
+        for number, request in enumerate(job.requests)
+    ]
+    return {**shapes.head(job.kind, job.body.model), "choices": choices, "usage": job.usage}
+
+
+def choice_of(job: Job, number: int, request: Request, tokens: list[dict]) -> dict:
+    """A finished text in an answer."""
+    text = request.text
+    choice = {"index": number, "finish_reason": shapes.FINISH_REASONS[text.end], "logprobs": None}
+    if job.kind == "chat":
+        if request.n_logprobs is not None:
+            choice["logprobs"] = shapes.chat_logprobs(tokens)
+        return {**choice, "message": {"role": "assistant", "content": text.text}}
+    if request.n_logprobs is not None:
+        choice["logprobs"] = shapes.text_logprobs(tokens, 0)
+    return {**choice, "text": text.prompt + text.text if job.echo else text.text}
+
+
+def logprob_of(event: Event, service: Service) -> dict:
+    """The log-probabilities of an event's token, in the shape of chats."""
+
+    def spelling(token: int) -> bytes:
+        return service.tokenizer.decode_bytes([token])
+
+    likeliest = [(spelling(token), logprob) for token, logprob in event.logprobs.likeliest]
+    return shapes.token_logprob(spelling(event.token), event.logprobs.of_token, likeliest)
+
+
+async def stream(job: Job, service: Service, queue: asyncio.Queue):
+    """The answer as server-sent events. It ends with an error in one if a text fails."""
+    head = shapes.head(job.kind, job.body.model)
+    is_chat = job.kind == "chat"
+    head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
+    wants_usage = bool(job.body.stream_options and job.body.stream_options.include_usage)
+    if wants_usage:
+        head["usage"] = None
+    numbers = {request: number for number, request in enumerate(job.requests)}
+
+    def frame(number: int, part: dict, reason=None, logprobs=None) -> str:
+        choice = {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
+        return sse({**head, "choices": [choice]})
+
+    offsets = [0] * len(job.requests)  # of each text, for the logprobs of completions
+    try:
+        for number, request in enumerate(job.requests):
+            if is_chat:
+                yield frame(number, {"delta": {"role": "assistant", "content": ""}})
+            elif job.echo:
+                yield frame(number, {"text": request.text.prompt})
+        async for event in events_of(job, service, queue):
+            if event is None:
+                yield ": ping\n\n"
+                continue
+            number = numbers[event.request]
+            logprobs = None
+            if event.logprobs:
+                token = logprob_of(event, service)
+                logprobs = shapes.chat_logprobs([token])
+                if not is_chat:
+                    logprobs = shapes.text_logprobs([token], offsets[number])
+                    offsets[number] += len(token["token"])
+            if event.piece or logprobs or event.end:
+                part = {"delta": {"content": event.piece}} if is_chat else {"text": event.piece}
+                yield frame(number, part, shapes.FINISH_REASONS.get(event.end), logprobs)
+        if wants_usage:
+            yield sse({**head, "choices": [], "usage": job.usage})
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield sse(error.body)
+
+
+def sse(values: dict) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(values, separators=(',', ':'))}\n\n"

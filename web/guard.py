@@ -1,0 +1,188 @@
+"""What stands before every endpoint: keys, limits, and a line of the log for each request.
+
+    raise_file_limit     each open request is an open file
+    request id           the client's X-Request-ID, or a new one; in the answer and the log
+    Host, Origin         other sites must not reach a server on this machine through a browser
+    keys                 Authorization: Bearer KEY, compared in constant time
+    open requests        429 beyond a limit that lies below the limit of open files
+    time for the body    408 for a client that sends it too slowly
+
+It is plain ASGI: Starlette's BaseHTTPMiddleware would hide from a stream that its client has left.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import re
+import resource
+import sys
+import time
+import uuid
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from program import UserError, require
+from web.metrics import Metrics
+from web.shapes import ApiError
+
+SPARE_FILES = 200  # open files beside those of requests
+BODY_SECONDS = 30
+OPEN_TO_ALL = ("/health",)  # without a key, and whatever the load
+REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
+
+
+def raise_file_limit() -> int:
+    """Raise this process's limit of open files as far as it may. Returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 2**20) if hard != resource.RLIM_INFINITY else 2**20
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
+
+
+def read_keys(path: str) -> list[str]:
+    """The keys in a file, one a line; lines that begin with # are comments. UserError without any.
+
+    Each may be followed by a space and words of yours, such as whose it is.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--keys={path} cannot be read: {error}") from error
+    keys = [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]
+    require(keys, f"--keys={path} has no key: write one a line, such as the output of uuidgen")
+    short = [number for number, key in enumerate(keys, 1) if len(key) < 16]
+    require(not short, f"key {short[:1]} in {path} has less than 16 characters: take a longer one")
+    return keys
+
+
+class Guard:
+    """An ASGI application around another one.
+
+    keys: empty for none. hosts: names under which clients may reach the server; empty for any.
+    most_open: requests that are answered at the same time.
+    """
+
+    def __init__(self, app, keys: list[str], hosts: list[str], most_open: int, metrics: Metrics):
+        self.app = app
+        self.digests = [digest(key) for key in keys]
+        self.hosts = hosts
+        self.most_open = most_open
+        self.metrics = metrics
+        self.n_open = 0
+
+    async def __call__(self, scope, receive, send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})
+        begun = time.monotonic()
+        status = 499  # the client has left before the answer began
+
+        async def send_with_id(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        self.n_open += 1
+        key_number = None
+        try:
+            key_number = self.check(scope, headers)
+            await self.app(scope, in_time(receive), send_with_id)
+        except ApiError as error:
+            await send_error(error, send_with_id)
+        finally:
+            self.n_open -= 1
+            self.log(scope, request_id, status, begun, key_number)
+
+    def check(self, scope, headers: dict) -> int | None:
+        """The number of the request's key, from 1. ApiError for a request that is refused."""
+        self.check_site(headers)
+        if scope["path"] in OPEN_TO_ALL:
+            return None
+        number = self.number_of_key(headers.get(b"authorization", b""))
+        if self.n_open > self.most_open:
+            problem = f"{self.most_open} requests are open"
+            raise ApiError(429, f"{problem}: try again later", retry_after=1)
+        return number
+
+    def check_site(self, headers: dict) -> None:
+        """ApiError for a Host or an Origin that is not ours."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        origin = headers.get(b"origin")
+        if self.hosts and urlsplit(f"//{host}").hostname not in self.hosts:
+            raise ApiError(421, f"this server is not {host[:100]}: see --host")
+        if origin and urlsplit(origin.decode("latin-1")).netloc != host:
+            raise ApiError(403, "requests of other sites are refused")
+
+    def number_of_key(self, authorization: bytes) -> int | None:
+        """Which key a request has, from 1; None if none is needed. ApiError if it is wrong."""
+        if not self.digests:
+            return None
+        kind, _, key = authorization.partition(b" ")
+        given = digest(key.strip()) if kind.lower() == b"bearer" else b""
+        # All are compared, so the time does not tell which one it is like.
+        equal = [hmac.compare_digest(given, known) for known in self.digests]
+        if True not in equal:
+            fix = "send the header Authorization: Bearer KEY"
+            raise ApiError(401, f"no valid API key: {fix}", code="invalid_api_key")
+        return equal.index(True) + 1
+
+    def log(self, scope, request_id: str, status: int, begun: float, key: int | None) -> None:
+        """Write a line of JSON about an answered request to standard error."""
+        route = scope.get("route")
+        path = getattr(route, "path", None) or "other"  # not what a client has invented
+        self.metrics.answers[path, status] += 1
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "id": request_id,
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "seconds": round(time.monotonic() - begun, 4),
+        }
+        if key:
+            line["key"] = key
+        if job := scope["state"].get("job"):
+            line |= {"model": job.body.model, **job.usage}
+        print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def digest(key: str | bytes) -> bytes:
+    """A key as something of fixed length."""
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
+
+
+def in_time(receive):
+    """`receive`, with a limit on the time until the body is complete. ApiError beyond it."""
+    deadline = time.monotonic() + BODY_SECONDS
+    is_complete = False
+
+    async def receive_in_time():
+        nonlocal is_complete
+        if is_complete:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), max(0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            limit = f"the body took more than {BODY_SECONDS} s: send it faster"
+            raise ApiError(408, limit) from error
+        is_complete = not message.get("more_body", False)
+        return message
+
+    return receive_in_time
+
+
+async def send_error(error: ApiError, send) -> None:
+    """Send an answer that is an error."""
+    body = json.dumps(error.body).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    pairs = [(k.lower().encode(), v.encode()) for k, v in (headers | error.headers).items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})

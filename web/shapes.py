@@ -1,0 +1,266 @@
+"""What OpenAI's API looks like: the requests that are understood, the answers, the errors.
+
+    POST /v1/completions         {"model": "demo", "prompt": "def ", "max_tokens": 16}
+    POST /v1/chat/completions    {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+
+Names, defaults and ranges are OpenAI's (https://platform.openai.com/docs/api-reference); `top_k`,
+`guided_json` and `guided_regex` are vLLM's. What would change a text and is not built here, such as
+tools, is refused by its name. Other fields, such as `user`, are ignored.
+"""
+
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MOST_TEXTS = 128  # of one request
+MOST_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, param=None, code=None, retry_after=None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
+
+    @property
+    def body(self) -> dict:
+        """The JSON of the answer."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        values = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": values}
+
+
+def unknown_model(message: str) -> ApiError:
+    """The answer to a model's name that nobody knows."""
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class StreamOptions(BaseModel):
+    """Whether the last chunk of a stream counts its tokens."""
+
+    include_usage: bool = False
+
+
+class Generation(BaseModel):
+    """What completions and chat have in common."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_TEXTS)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = None
+
+    # Not built here: each may only have the value that changes nothing.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict | None = None
+
+    @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
+    @classmethod
+    def changes_nothing(cls, value, info):
+        """ValueError for a setting that this server would have to ignore."""
+        if value:
+            raise ValueError(f"{info.field_name} is not supported: leave it out")
+        return value
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end a text."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @field_validator("stop")
+    @classmethod
+    def has_characters(cls, value):
+        """ValueError for an empty stop string."""
+        if "" in ([value] if isinstance(value, str) else value or []):
+            raise ValueError("a stop string is empty: leave it out")
+        return value
+
+
+class CompletionRequest(Generation):
+    """A prompt to continue, or several."""
+
+    prompt: str | list[int] | list[str] | list[list[int]] = ""
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    not_supported = field_validator("suffix")(Generation.changes_nothing.__func__)
+
+    @property
+    def prompts(self) -> list:
+        """Each prompt: a string, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ApiError(400, "prompt is an empty list: give a text", param="prompt")
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are asked for, beside the one that was drawn."""
+        return self.logprobs
+
+
+class TextPart(BaseModel):
+    """A part of a message. There are no images here."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """Role and text, as text/chat.py has them."""
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        return {"role": role, "content": "".join(part.text for part in self.content)}
+
+
+class ChatRequest(Generation):
+    """A conversation to answer."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list | None = None
+    functions: list | None = None
+
+    not_supported = field_validator("tools", "functions")(Generation.changes_nothing.__func__)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How many new tokens there may be; None: as many as fit."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """As for a completion."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class LoadAdapter(BaseModel):
+    """vLLM's request to serve one more adapter."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(BaseModel):
+    """vLLM's request to serve an adapter no more."""
+
+    lora_name: str
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+
+FINISH_REASONS = {
+    "end of text": "stop",
+    "stop string": "stop",
+    "max_new_tokens": "length",
+    "max_seq_len": "length",
+}
+
+
+def head(kind: str, model: str) -> dict:
+    """What each answer and each chunk of a stream begins with. kind: chat or text."""
+    prefix, name = {
+        "chat": ("chatcmpl", "chat.completion"),
+        "text": ("cmpl", "text_completion"),
+    }[kind]
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": name,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict:
+    """The tokens of an answer."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+STARTED = int(time.time())
+
+
+def model_card(name: str, parent: str | None) -> dict:
+    """A line of /v1/models. parent: vLLM's, the base that an adapter belongs to."""
+    card = {"id": name, "object": "model", "created": STARTED, "owned_by": "mpt"}
+    return {**card, "root": name, "parent": parent}
+
+
+def chat_logprobs(tokens: list[dict]) -> dict:
+    """The log-probabilities of an answer's tokens, which `token_logprob` has made."""
+    return {"content": tokens, "refusal": None}
+
+
+def text_logprobs(tokens: list[dict], offset: int) -> dict:
+    """The same in the older shape of completions. offset: where in the text the first one is."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token["token"])
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [  # of several that look alike as text, the likeliest
+            {other["token"]: other["logprob"] for other in reversed(token["top_logprobs"])}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def token_logprob(spelling: bytes, logprob: float, likeliest: list[tuple[bytes, float]]) -> dict:
+    """A token with its log-probability and the likeliest ones in its place."""
+    of_token = spelled(spelling, logprob)
+    return {**of_token, "top_logprobs": [spelled(*other) for other in likeliest]}
+
+
+def spelled(spelling: bytes, logprob: float) -> dict:
+    """A token as text and bytes. JSON has no -inf: it becomes -9999, as in OpenAI's answers."""
+    text = spelling.decode("utf-8", "replace")
+    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(spelling)}
