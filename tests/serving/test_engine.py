@@ -51,7 +51,7 @@ STEMS = [
     "the river ran ",
     "once upon a time there was a model that could not count to twenty. ",
 ]
-MAX_TOKENS = 101
+MAX_TOKENS = 114
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def random_request(rng, kind: str, number: int) -> Request:
     prompt = stem[: rng.randrange(len(stem) + 1)] + "abcdef"[: rng.randrange(7)] * rng.choice(
         [1, 4]
     )
-    n = rng.choice([1, 5, 20])
+    n = rng.choice([1, 10, 30])
     stops = rng.choice([(), ("e", "\x00", "\x07")])
     sampling, adapter = rng.choice(SAMPLINGS), rng.choice(ADAPTERS)
     one = request(prompt, n, sampling, adapter, kind, number, stops=stops)
