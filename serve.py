@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before PyTorch is imported
     program.sleep_while_waiting()
 
 import asyncio
+import importlib.util
 import ipaddress
 import json
 import socket
@@ -36,13 +37,6 @@ from serving.decoder import Decoder, pick_dtype
 from serving.engine import AHEAD, Engine
 from text import chat
 from weights.load import fingerprint_of, load_for_sampling
-
-try:
-    from web import app, guard
-    from web.completions import Service
-    from web.server import Server
-except ModuleNotFoundError as error:
-    raise SystemExit(f"error: serve.py needs {error.name}: {EXTRA}") from error
 
 
 @dataclass
@@ -74,9 +68,6 @@ class ServeSettings:
         for name in ("rows", "max_tokens", "max_requests", "max_seconds", "threads"):
             value = getattr(self, name)
             require(value >= 1, f"{name} {value}: set --{name} to 1 or more")
-        public = not is_loopback(self.host) and not self.keys
-        problem = f"--host={self.host} lets everybody in"
-        require(not public or self.force, f"{problem}: give --keys=FILE, or --force")
 
 
 def is_loopback(host: str) -> bool:
@@ -90,6 +81,14 @@ def is_loopback(host: str) -> bool:
 def main(argv) -> None:
     """Load the model, then answer requests until SIGTERM or Ctrl-C."""
     (run,), cfg = config.load(argv, ServeSettings, takes="RUN")
+    for name in ("fastapi", "uvicorn", "llguidance"):
+        require(importlib.util.find_spec(name), f"serve.py needs the package {name}: {EXTRA}")
+    from web import app, guard
+    from web.completions import Service
+    from web.server import Server
+
+    is_safe = is_loopback(cfg.host) or cfg.keys or cfg.force
+    require(is_safe, f"--host={cfg.host} lets everybody in: give --keys=FILE, or --force")
     keys = guard.read_keys(cfg.keys) if cfg.keys else []
     n_files = guard.raise_file_limit()
     most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
@@ -119,9 +118,9 @@ def main(argv) -> None:
     hosts = ["127.0.0.1", "::1", "localhost"] if is_loopback(cfg.host) else []
     application = app.build(service, keys, hosts, most_open)
     server = Server(application, service, cfg.drain_seconds)
-    with listening(cfg.host, cfg.port) as socket:
-        print(example(socket, catalog.base, keys), flush=True)
-        asyncio.run(server.serve([socket]))
+    with listening(cfg.host, cfg.port) as waiting:
+        print(example(waiting, catalog.base, keys), flush=True)
+        asyncio.run(server.serve([waiting]))
 
 
 def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Catalog:

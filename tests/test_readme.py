@@ -184,6 +184,7 @@ QUICK = ("plan.py", "planning.", "flops.py", "--dataset='my/*.txt'")
 
 # Commands that are tested elsewhere, or cannot run here.
 FINETUNED = "tests/lessons/test_finetuned.py"
+SERVED = "test_a_server_answers_its_own_example below"
 ELSEWHERE = {
     "make elastic": "tests/lessons/test_elastic.py",
     "make bundle": "tests/lessons/test_bundle.py",
@@ -195,6 +196,9 @@ ELSEWHERE = {
     "python -m lessons.spectrum runs/lora-demo": FINETUNED,
     "python -m weights.peft merge runs/lora-demo runs/whole": "tests/weights/test_peft.py",
     "python fsdp_train.py configs/lora_demo.py": FINETUNED,
+    "python serve.py runs/demo": SERVED,
+    "python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0": SERVED,
+    "python -m bench serve": "test_the_benchmark_of_the_server below",
     "python -m bench first_night": "tests/bench/test_bench_first_night.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
     "python -m planning.calibrate results.csv machine.json --save=mine.json": "it refuses a CPU",
@@ -236,6 +240,28 @@ def test_command_of_a_folders_page(command, perform, runs):
     for word, in_the_copy in STANDS_FOR.items():
         command = command.replace(word, in_the_copy)
     perform(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c, where in ELSEWHERE.items() if where == SERVED])
+def test_a_server_answers_its_own_example(command, copy, runs):
+    (copy / "keys.txt").write_text("KEY-of-a-reader-0001\n")
+    words = [sys.executable, *words_of(command)[1:], "--port=0"]
+    server = subprocess.Popen(
+        words, cwd=copy, env=clean_environment(), stdout=subprocess.PIPE, text=True
+    )
+    server.stdout.readline()
+    example = server.stdout.readline().replace("KEY", "KEY-of-a-reader-0001")
+    done = run(["bash", "-c", example], copy)
+    server.terminate()
+    assert server.wait(PATIENCE) == 0
+    assert json.loads(done.stdout)["object"] == "text_completion"
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_server(copy):
+    command = [sys.executable, "-m", "bench", "serve", "--texts=2", "--turns=1", "--rows=2"]
+    assert "engine, 2 rows" in run(command, copy).stdout
 
 
 def test_the_chat_prompt_of_a_page_is_what_training_reads():

@@ -22,6 +22,7 @@ NO_LIMIT = ["bench", "lessons"]  # one program a file
 PARTS = [name for name in ORDER if not name.endswith("/")]
 ROOMS = [name.rstrip("/") for name in ORDER if name.endswith("/")]
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 ROOM_PATHS = sorted(path.parent for path in ROOT.glob("*/__init__.py"))
 FILES = ROOT_FILES + sorted(f for room in ROOM_PATHS for f in room.glob("[a-z]*.py"))
@@ -199,7 +200,7 @@ def is_guard(node):
 def test_importing_runs_nothing():
     """After the docstring: imports, definitions, constants and the guard; no loops, no calls."""
     imports = (ast.Import, ast.ImportFrom)
-    definitions = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    definitions = (*FUNCTIONS, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for path in FILES:
         assert ast.get_docstring(tree(path)), f"{path.name} does not say what it is for"
         for node in tree(path).body[1:]:
@@ -214,7 +215,7 @@ def test_importing_runs_nothing():
 def test_nothing_that_is_sent_to_other_processes_lives_in_a_door(path):
     """Spawned processes could not import it: their own `__main__` is another file."""
     assert is_guard(tree(path).body[-1])
-    kinds = ast.ClassDef | ast.FunctionDef
+    kinds = (ast.ClassDef, *FUNCTIONS)
     defined = {node.name for node in tree(path).body if isinstance(node, kinds)}
     assert defined <= {"main", "listing"}
 
@@ -255,7 +256,7 @@ def length(node) -> int:
 def test_functions_are_short():
     """At most 60 lines. Kernels are excepted, and the recipe, whose limit is below."""
     for path in FILES + DOORS:
-        functions = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in ast.walk(tree(path)) if isinstance(node, FUNCTIONS)]
         long = {node.name for node in functions if length(node) > 60}
         allowed = {"main"} if path.name == "fsdp_train.py" else set()
         assert long <= allowed or path.parent.name == "gpu_kernels", f"{path}: {long}"

@@ -26,6 +26,7 @@ from weights import load
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
+pytestmark = pytest.mark.slow
 KEY = "a-key-of-the-tests-0001"
 TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=64)
 TWO_STEPS = """

@@ -64,7 +64,7 @@ def test_a_header_that_lies_is_one_line(content, message, tmp_path):
 
 def test_without_the_package_one_line_says_how_to_install_it(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(packed(GOOD))
-    code = "import sys; sys.modules['safetensors'] = None; import config; "
+    code = "import sys; sys.modules['safetensors'] = None; import program; "
     code += "from weights import tensor_files; program.run(tensor_files.main)"
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
