@@ -27,23 +27,11 @@ slope * j / scale (`with_alibi_columns`).
                 (it has no backward on a CPU)
     triton      gpu_kernels/flash_attention.py, on GPUs   a vector per block of keys, in the kernel
 
-On NVIDIA's Hopper and Blackwell data center GPUs, PyTorch lets cuDNN do what needs no mask, with
-head dims that are multiples of 8, if its cuDNN is 9.15.1 or newer (the wheels of PyTorch 2.11 and
-later for CUDA 13). Older ones are wrong for some lengths, so nothing here asks for them. The
-backward of cuDNN and of flash attention sums in no fixed order, so two runs with `sdpa` differ in
-their last bits there; `triton` has one order.
-
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function, such as a sliding window, is part of the model: it belongs
 in VARIANTS, at the end of this file.
 
-`choose` resolves `auto`. A GPU takes `triton` for ALiBi in 16 bits, which needs no mask and no
-extra columns there, and `sdpa` otherwise; so do GPUs for which Triton has no matrix instructions
-(NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000). A CPU takes `blocks`: forward and
-backward of 8 x 6 heads x 512 tokens take 1.3 times as long with `reference` in bf16 and 1.4 times
-in fp32, with `sdpa` 2.8 and 1.6 times (one core of an AMD EPYC with AVX512-BF16). ALiBi costs
-`blocks` 2 to 3 % there, `sdpa` 13 to 15 %.
-Decoding one token on a cache has its own path, `one_query_attention`.
+`choose` resolves `auto`. Decoding one token on a cache has its own path, `one_query_attention`.
 
 With `sequence_ids`, a row holds several documents that do not see each other.
 
@@ -68,7 +56,7 @@ C_COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"
 PYTHON_HEADER = os.path.join(sysconfig.get_path("include"), "Python.h")
 CAN_BUILD = bool(C_COMPILER) and os.path.exists(PYTHON_HEADER)
 # Queries of a block; in 16 bits twice as many. Small blocks skip more of the future, large ones
-# multiply faster. These are within 3 % of the best on the CPU above for 256 to 2,048 tokens.
+# multiply faster. These are within 3 % of the best on the CPU of `choose`, 256 to 2,048 tokens.
 BLOCK = 64
 
 
@@ -136,6 +124,13 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
 
     device: a torch.device. alibi: whether the model uses it. UserError for a name that is in
     neither table.
+
+    A GPU takes `triton` for ALiBi in 16 bits, which needs no mask and no extra columns there, and
+    `sdpa` otherwise; so do GPUs for which Triton has no matrix instructions (NVIDIA before Ampere,
+    AMD before MI100 and Radeon RX 7000). A CPU takes `blocks`: forward and backward of 8 x 6 heads
+    x 512 tokens take 1.3 times as long with `reference` in bf16 and 1.4 times in fp32, with `sdpa`
+    2.8 and 1.6 times (one core of an AMD EPYC with AVX512-BF16). ALiBi costs `blocks` 2 to 3 %
+    there, `sdpa` 13 to 15 %.
     """
     require_known(impl)
     if impl != "auto":
@@ -348,6 +343,12 @@ def sdpa_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None)
 
     Plain causal training builds no mask, with ALiBi or without. Documents, several queries on a
     cache, and ALiBi without causality need one.
+
+    On NVIDIA's Hopper and Blackwell data center GPUs, PyTorch lets cuDNN do what needs no mask,
+    with head dims that are multiples of 8, if its cuDNN is 9.15.1 or newer (the wheels of PyTorch
+    2.11 and later for CUDA 13). Older ones are wrong for some lengths, so nothing here asks for
+    them. The backward of cuDNN and of flash attention sums in no fixed order, so two runs with
+    `sdpa` differ in their last bits there; `triton` has one order.
     """
     n_queries, n_keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
     if causal and slopes is not None:

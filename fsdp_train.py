@@ -9,7 +9,8 @@
     sum of the cross-entropies of the counted tokens / their number
 
 both over the whole global batch. So, up to rounding, it does not matter how the batch is cut into
-ranks and microbatches (dropout aside, whose masks depend on both).
+ranks and microbatches (dropout aside, whose masks depend on both). --z_loss adds its term to the
+loss that is trained, not to that of evaluation.
 `--help` lists the settings.
 """
 
@@ -68,7 +69,7 @@ def main(argv) -> None:
         with lease:
             find_base(start, cfg)  # UserError if --init_from is not its base any more
             return log.say(resume.finished(start, model_cfg, cfg))
-    cfg, precision, cadence = decide_what_is_open(model_cfg, cfg, world, start)
+    cfg, precision, cadence = resolve_auto(model_cfg, cfg, world, start)
     peak = reporter.peak_of_all_ranks(cfg, world, precision)
     log.say(reporter.describe_run(model_cfg, cfg, world, precision, peak, dataset, start))
 
@@ -100,7 +101,8 @@ def main(argv) -> None:
             evaluator.evaluate(0, cadence, model, cfg, precision, log)
         cadence.start_save_clock()
         report.start_clock()
-        for step, rows in guard.watch(dataset.batches(cadence.steps_from(start.step), cfg, world)):
+        batches = dataset.batches(cadence.steps_from(start.step), cfg, world)
+        for step, rows in guard.watch(batches):  # a rank that hangs is named
             collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
@@ -112,7 +114,7 @@ def main(argv) -> None:
             if cadence.evaluation_due(done) or cadence.tasks_due(done):
                 evaluator.evaluate(done, cadence, model, cfg, precision, log)
                 report.start_clock()
-            if cadence.must_save(done, agreed):
+            if cadence.must_save(done, agreed):  # a stop signal asks for a save, too
                 checkpointer.save(done, model, optimizer, settings)
                 cadence.start_save_clock()
                 report.start_clock()
@@ -131,51 +133,59 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     The hash tells whether two runs have read the same tokens at a step.
     """
     parallel.seed_dropout(cfg, step, world)
-    ids, labels = data.inputs_and_labels(rows)
-    # Sums over the global batch, in one all-reduce: each loss is divided by n_tokens.
-    counts = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
-    n_tokens, batch_hash = processes.dp_sum(counts, world)
+    ids, labels = data.inputs_and_labels(rows)  # the label of a place is the id after it
+    n_tokens, batch_hash = count(rows, labels, world)
+    microbatches = cut(ids, labels, cfg)
 
     # forward, backward: .grad adds up over the microbatches
-    microbatches = cut(ids, labels, cfg)
     with parallel.weights_cast_once(model, precision, len(microbatches)):
         loss_sum = forward_backward(model, microbatches, n_tokens, cfg, world, precision)
 
     # update
     with record_function("optimizer"):
         loss = processes.dp_sum(loss_sum, world) / n_tokens
-        parallel.finish_gradients(model)
+        parallel.finish_gradients(model)  # only --tp and --pp have left parts to be summed
         grad_norm = parallel.grad_norm(model)
         optim.clip_gradients(model.parameters(), grad_norm, cfg.grad_clip)
-        # A bad step is skipped without reading it back: optim.update sets found_inf, as PyTorch's
-        # GradScaler does, and the fused AdamW kernel reads that on the device.
         good = loss.isfinite() & grad_norm.isfinite()
-        optim.update(optimizer, optim.rate_factor(step, cfg), good)
+        with optim.at_rate(optimizer, optim.rate_factor(step, cfg)):
+            optim.step_if_good(optimizer, good)
+        optimizer.zero_grad()
     return loss, grad_norm, batch_hash
 
 
 def forward_backward(model, microbatches, n_tokens, cfg, world, precision):
     """Add the gradients of all microbatches to .grad. Returns the sum of the tokens' losses."""
     if cfg.pp > 1:
-        import pipeline  # here, since most runs do without
-
-        autocast = partial(parallel.autocast, world.device, precision)
-        before = partial(parallel.before_microbatch, model, cfg)
-        return pipeline.forward_backward(
-            model, microbatches, n_tokens, cfg.z_loss, world, autocast, before
-        )
+        return forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precision)
     loss_sum = torch.zeros((), device=world.device)
     for number, (ids, labels) in enumerate(microbatches, 1):
         parallel.before_microbatch(model, cfg, last=number == len(microbatches))
         with record_function("forward"), parallel.autocast(world.device, precision):
-            # The sum over the tokens of the microbatch.
-            loss = model(ids, labels=labels, z_loss=cfg.z_loss)
+            loss = model(ids, labels=labels, z_loss=cfg.z_loss)  # a sum over the tokens
         with record_function("backward"):
-            # fully_shard divides gradients by the number of data-parallel ranks. n_tokens counts
-            # the tokens of all ranks already, so dp_size cancels that division.
+            # n_tokens counts those of all ranks. fully_shard divides gradients by dp_size, as if
+            # each rank had a mean of its own: the factor undoes that.
             (loss * world.dp_size / n_tokens).backward()
         loss_sum += loss.detach_()  # in place, which frees the graph
     return loss_sum
+
+
+def forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precision):
+    """The same with --pp, for the stage of this rank. Each stage gets the loss of the last one."""
+    import pipeline  # here, since most runs do without
+
+    autocast = partial(parallel.autocast, world.device, precision)
+    before = partial(parallel.before_microbatch, model, cfg)
+    return pipeline.forward_backward(
+        model, microbatches, n_tokens, cfg.z_loss, world, autocast, before
+    )
+
+
+def count(rows, labels, world):
+    """Learned tokens of the global batch, and the hash of its ids, in one all-reduce."""
+    counts = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
+    return processes.dp_sum(counts, world)
 
 
 def cut(ids, labels, cfg) -> list[tuple]:
@@ -250,7 +260,7 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
     return loss / n_tokens
 
 
-def decide_what_is_open(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.Start):
+def resolve_auto(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.Start):
     """(cfg, precision, cadence): what the settings leave open, the same on all ranks. A collective.
 
     The cfg that is returned says what the run really uses.

@@ -11,7 +11,7 @@ They need not be kept, because their gradient is known as soon as they are:
 
 So each chunk goes forward and backward in one turn, then its logits are freed. Only the gradients
 of x (N, D) and W (V, D) are kept, and the backward pass multiplies them by the incoming gradient.
-They are exact, and no matmul is done twice.
+They are those of the formula, rounded once more to the dtypes of x and W. No matmul is done twice.
 
     chunk_loss          any device: the formulas above in PyTorch; 6 bytes a logit in bf16
     kernel_chunk_loss   GPUs with Triton: a kernel turns the logits into their gradient, 2 bytes a

@@ -111,13 +111,16 @@ class Attention(nn.Module):
         if self.cfg.clip_qkv:
             qkv = qkv.clamp(-self.cfg.clip_qkv, self.cfg.clip_qkv)
         q, k, v = self.heads(qkv)
+        fused = None if self.cfg.qk_ln else qkv  # q, k and v are views of it, or it is None
         if positions.angles:
             q = rotate(q, *positions.angles)
             k = rotate(k, *positions.angles)
+            fused = None
         if cache is not None:
             k, v = cache.append(layer, k, v)  # all keys so far: Tk >= T
             q = q.to(k.dtype)  # a cache may have a wider dtype than the weights
-        y = self.attend(q, k, v, positions, qkv, cache)
+            fused = None
+        y = self.attend(q, k, v, positions, fused)
         y = y.transpose(1, 2).flatten(2)  # heads side by side
         return self.out_proj(y.to(qkv.dtype))
 
@@ -131,18 +134,16 @@ class Attention(nn.Module):
         q, k, v = (y.view(B, T, -1, self.cfg.head_dim).transpose(1, 2) for y in (q, k, v))
         return q, k, v
 
-    def attend(self, q, k, v, positions, qkv, cache):
-        """Attention over all keys so far, (B, H, T, D).
+    def attend(self, q, k, v, positions, fused):
+        """y = softmax(q k^T * scale + bias) v, for each head on its own:
 
-        qkv, cache: tell whether q, k and v are still views of one tensor. If so, the `triton`
-        kernels write one gradient for all three.
+            q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)
+            bias: ALiBi's -slope * (i - j) for query i and key j; -inf if j > i (causal mask)
+
+        attention.py has this in plain PyTorch, and kernels that never store q k^T. fused: what q, k
+        and v are views of, or None; the `triton` kernels write one gradient for all of it.
         """
-        # y = softmax(q k^T * scale + bias) v, for each head on its own:
-        #     q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)
-        #     bias: ALiBi's -slope * (i - j) for query i and key j; -inf if j > i (causal mask)
-        # attention.py has this in plain PyTorch, and kernels that never store q k^T.
         cfg = self.cfg
-        are_views = not (cfg.qk_ln or positions.angles or cache is not None)
         return attention(
             q,
             k,
@@ -152,7 +153,7 @@ class Attention(nn.Module):
             softmax_scale=cfg.softmax_scale,  # None: 1 / sqrt(D)
             dropout_p=cfg.attn_pdrop if self.training else 0.0,
             sequence_ids=positions.sequence_ids,
-            qkv=qkv if are_views else None,
+            qkv=fused,
         )
 
 
@@ -184,7 +185,7 @@ class Block(nn.Module):
 
     def forward(self, x, positions, cache=None, layer=0):
         """x (B, T, d_model) -> (B, T, d_model). `layer` is this block's index in the cache."""
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute and torch.is_grad_enabled() and cache is None:
             return checkpoint(self.compute, x, positions, **self.recompute)
         return self.compute(x, positions, cache, layer)
 
@@ -275,7 +276,7 @@ class MPT(nn.Module):
         """The logits, the loss, or the scores of labels. ids and labels: (B, T) int64.
 
             model(ids)                      logits (B, T, V)
-            model(ids, labels)              sum of the cross-entropies of the tokens, a scalar
+            model(ids, labels)              sum of the tokens' losses (loss.py), a scalar
             model(ids, labels, score=True)  (log-probability, is it the most likely token?) of each
                                             label, (B, T) each
 
@@ -284,8 +285,10 @@ class MPT(nn.Module):
         `forward`, because fully_shard gathers the weights only when forward is called.
         """
         documents = None
-        if self.cfg.attn_uses_sequence_id and self.separator is not None and cache is None:
-            documents = document_ids(input_ids, self.separator)
+        if self.cfg.attn_uses_sequence_id and cache is None:
+            known = self.separator is not None
+            require(known or not self.training, "attn_uses_sequence_id: set model.separator")
+            documents = document_ids(input_ids, self.separator) if known else None
         x = self.transformer(input_ids, cache, documents, x)  # (B, T, d_model)
         return self.output(x, labels, z_loss, score)
 
@@ -302,7 +305,10 @@ class MPT(nn.Module):
         return score_labels(x, self.output_weight, labels, self.logit_scale)
 
     def loss(self, x, labels, z_loss):
-        """The sum of the cross-entropies of labels (B, T), from hidden states (B, T, d_model)."""
+        """The sum of the losses of labels (B, T), from hidden states (B, T, d_model).
+
+        Another loss has to be a sum over counted tokens, too: train_step divides by their number.
+        """
         return linear_cross_entropy(x, self.output_weight, labels, self.logit_scale, z_loss)
 
     def logits(self, x):

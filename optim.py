@@ -60,17 +60,6 @@ def clip_gradients(params, norm: torch.Tensor, max_norm: float) -> None:
     torch._foreach_mul_(parts, scale)
 
 
-def update(optimizer: torch.optim.Optimizer, factor: float, good: torch.Tensor) -> None:
-    """Take one optimizer step and clear the gradients. A bad step changes no weight and no state.
-
-    factor: the schedule's, by which each parameter group's own peak rate is multiplied here.
-    good: a bool scalar on the device; False if the loss or the gradient norm is not finite.
-    """
-    with at_rate(optimizer, factor):
-        step_if_good(optimizer, good)
-    optimizer.zero_grad()
-
-
 @contextlib.contextmanager
 def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     """A context in which each group's learning rate is `factor` times its own, the peak rate."""
@@ -85,7 +74,10 @@ def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
 
 
 def step_if_good(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
-    """Take one optimizer step, unless it is bad."""
+    """Take one optimizer step. A bad one changes no weight and no state.
+
+    good: a bool scalar on the device; False if the loss or the gradient norm is not finite.
+    """
     if skips_on_device(optimizer):
         # GradScaler's hook: fused AdamW skips the update when found_inf is set. The kernel reads
         # the flag on the device, so the CPU need not wait to learn whether the step is bad.
@@ -99,11 +91,13 @@ def step_if_good(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's fused kernel skips the update when `found_inf` is 1.
 
-    GradScaler reads the same attribute. SGD is excluded: if its first step is bad, the momentum of
-    the fused kernel stays uninitialized memory (torch 2.13).
+    GradScaler reads the same attribute. A subclass with a `step` of its own may not look at
+    found_inf. Nor may SGD: if its first step is bad, the momentum of the fused kernel stays
+    uninitialized memory (torch 2.13).
     """
     has_hook = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return has_hook and not isinstance(optimizer, torch.optim.SGD)
+    steps_of_adam = (torch.optim.Adam.step, torch.optim.AdamW.step)
+    return has_hook and type(optimizer).step in steps_of_adam
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:

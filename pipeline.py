@@ -312,7 +312,7 @@ def sum_tied_gradients(model: MPT) -> None:
 def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, before_microbatch):
     """Add the gradients of all microbatches to .grad. Returns the sum of the tokens' losses.
 
-    As fsdp_train.forward_backward, for one stage. A collective of the stages.
+    As fsdp_train.forward_backward, for one stage. A collective of the stages; each gets the sum.
 
     autocast(): a context for forward passes. before_microbatch(last): parallel.py's.
     """

@@ -158,7 +158,7 @@ def test_dropout_is_on_the_input_of_the_adapter_alone():
     "settings, message",
     [
         ({"lora_targets": "Wqvk"}, "did you mean 'Wqkv'"),
-        ({"lora_targets": "Wqkv,lm_head"}, "an embedding or the output layer"),
+        ({"lora_targets": "Wqkv,lm_head"}, "'lm_head' is not known"),
         ({"lora_train": "bias"}, "did you mean 'biases'"),
         ({"init_from": ""}, "set --init_from"),
         ({"lora_targets": ","}, "lora_targets is empty"),

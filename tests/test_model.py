@@ -485,6 +485,7 @@ def test_norms_under_autocast():
 @pytest.mark.parametrize("options", VARIANTS[::3])
 def test_bf16_autocast_is_close(options):
     model = build(replace(SMALL, **options), dtype=torch.float32)
+    model.separator = SEPARATOR
     ids = tokens(SMALL)
     exact = model(ids, labels=ids)
     with torch.autocast("cpu", torch.bfloat16):

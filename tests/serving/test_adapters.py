@@ -192,11 +192,16 @@ def test_the_speed_counts_the_adapters_that_steps_read(files):
     slot = 2 * 8 * (128 + 64 + 160 + 160) * 4  # blocks, rank, widths in and out, fp32
     for adapters, slots in (([a, b, BASE], 3), ([a] * 3, 1), ([BASE] * 3, 0)):
         texts = [Text("a", BYTES, mpt.cfg, 5, adapter=adapter) for adapter in adapters]
+        for adapter in adapters:  # so that all texts begin in the same step
+            bank.acquire(adapter)
+            bank.wait(adapter)
         speed = generate_all(decoder, texts, temperature=0)
         assert speed.steps == 4
         assert speed.adapter_bytes == 4 * slots * slot
         without = Speed(**vars(speed) | {"adapter_bytes": 0})
         assert speed.bytes_read(decoder) - without.bytes_read(decoder) == speed.adapter_bytes
+        for adapter in adapters:
+            bank.release(adapter)
 
 
 # --- Which adapters have slots
