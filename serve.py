@@ -18,7 +18,9 @@ import asyncio
 import importlib.util
 import ipaddress
 import json
+import shlex
 import socket
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,9 +67,11 @@ class ServeSettings:
     def check(self) -> None:
         """UserError for values out of range."""
         require(0 <= self.port < 65536, f"port {self.port}: set --port from 0 to 65535")
-        for name in ("rows", "max_tokens", "max_requests", "max_seconds", "threads"):
+        least = dict.fromkeys(("rows", "max_requests", "max_seconds", "threads"), 1)
+        least |= {"max_lora_rank": 1, "max_tokens": 2, "prefix_mb": 0, "drain_seconds": 0}
+        for name, lowest in least.items():
             value = getattr(self, name)
-            require(value >= 1, f"{name} {value}: set --{name} to 1 or more")
+            require(value >= lowest, f"{name} {value}: set --{name} to {lowest} or more")
 
 
 def is_loopback(host: str) -> bool:
@@ -115,11 +119,11 @@ def main(argv) -> None:
         most_texts=most_open,
         most_seconds=cfg.max_seconds,
     )
-    hosts = ["127.0.0.1", "::1", "localhost"] if is_loopback(cfg.host) else []
+    hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
     application = app.build(service, keys, hosts, most_open)
-    server = Server(application, service, cfg.drain_seconds)
     with listening(cfg.host, cfg.port) as waiting:
-        print(example(waiting, catalog.base, keys), flush=True)
+        ready = example(waiting, catalog.base, keys)
+        server = Server(application, service, cfg.drain_seconds, ready)
         asyncio.run(server.serve([waiting]))
 
 
@@ -129,11 +133,13 @@ def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Cat
     if not cfg.adapters:
         return Catalog(name, None, read=None, check=None)
     fingerprint = fingerprint_of(Path(path))
-    read = partial(read_adapter, base=path, base_fingerprint=fingerprint)
+    read = partial(read_adapter, base=name, base_fingerprint=fingerprint)
     catalog = Catalog(name, cfg.adapters, read, check=lambda *found: decoder.bank.check(*found))
     AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, LINEAR_LAYERS, catalog.read)
     catalog.scan()
     catalog.watch()
+    if (Path(cfg.adapters) / name).exists():
+        print(f"note: the adapter {name} has the base's name: set another --name", file=sys.stderr)
     return catalog
 
 
@@ -156,7 +162,7 @@ def example(waiting: socket.socket, model: str, keys: list[str]) -> str:
     return (
         f"serving {model} on http://{host}:{port}. Try:\n"
         f"curl http://{host}:{port}/v1/completions {key}-H 'Content-Type: application/json' "
-        f"-d '{body}'"
+        f"-d {shlex.quote(body)}"
     )
 
 

@@ -300,7 +300,7 @@ class AdapterBank:
         except UserError as error:
             raise UserError(f"{adapter}: {error}") from error
         too_high = f"{adapter} has rank {found.rank}, and the bank has room for {self.rank}"
-        require(found.rank <= self.rank, f"{too_high}: make the bank with a higher rank")
+        require(found.rank <= self.rank, f"{too_high}: serve it with --max_lora_rank={found.rank}")
         for name in layers_of(found):
             missing = f"{adapter} changes {name}, for which the bank has no room"
             require(name in self.places, f"{missing}: make the bank with this layer")

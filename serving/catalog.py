@@ -43,6 +43,7 @@ from weights.peft import Adapter
 FILES = [peft.CONFIG_FILE, peft.TENSOR_FILE, ".metadata", "checksums.json"]
 LONGEST_NAME = 200  # characters
 NEAR = 200  # names before and behind an unknown one that it is compared with
+KEPT = 20  # earlier versions of an adapter, for which texts may still wait
 SHARE = 0.02  # of a processor, that `watch` may use for scans
 
 
@@ -51,8 +52,8 @@ class Model:
     """What a name means.
 
     path: a PEFT folder, or a checkpoint of a run; "" for the base. stamp: the state of its files.
-    fault: why it cannot be used, "" if it can, None before it is checked. older: the key of the
-    version before.
+    fault: why it cannot be used, "" if it can, None before it is checked. older: the keys of
+    versions before.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Model:
     version: int
     stamp: tuple
     fault: str | None = None
-    older: str = ""
+    older: tuple[str, ...] = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -129,9 +130,10 @@ class Catalog:
     def read(self, key: str) -> Adapter:
         """What the bank loads. UserError if this version is gone."""
         model = self.by_key.get(key)
-        require(model, f"{key} was unloaded: ask for another model")
+        require(model, f"{self.public(key)} was unloaded: ask for another model")
         found = self.read_path(model.path)
-        require(model.is_unchanged, f"the files of {key} have changed: ask for its model again")
+        changed = f"the files of the model {model.name!r} have changed: ask for it again"
+        require(model.is_unchanged, changed)
         return found
 
     def fault_of(self, model: Model) -> str:
@@ -147,10 +149,14 @@ class Catalog:
             self.require_inside(path)
             self.check(path, self.read_path(path))
         except (UserError, OSError) as error:
-            return str(error)
+            return self.public(str(error))
         except Exception as error:  # whatever it is, it concerns this adapter alone
-            return f"{path}: {type(error).__name__}, {one_line(error)}"
+            return self.public(f"{path}: {type(error).__name__}, {one_line(error)}")
         return ""
+
+    def public(self, message: str) -> str:
+        """A message for clients, who need not know where the folder is."""
+        return message.replace(f"{self.folder}/", "")
 
     # ----------------------------------------------------------------------------------------------
     # Loading and unloading
@@ -165,11 +171,18 @@ class Catalog:
         require(is_name, f"a model needs a printable name of 1 to {LONGEST_NAME} characters")
         require(name != self.base, f"{name!r} is the base: give the adapter another name")
         require(self.folder, "no folder of adapters is served: name one when the server starts")
-        place = self.folder / path
-        require(".." not in place.parts, f"{path} has a '..': give a path inside {self.folder}")
-        self.require_inside(place)
-        source = source_of(place)
-        require(source, f"no adapter in {place}: expected a PEFT folder or a run")
+        try:
+            place = self.folder / path
+            above = f"{path!r} has a '..': give a path inside the folder of adapters"
+            require(".." not in place.parts, above)
+            self.require_inside(place)
+            source = source_of(place)
+        except (ValueError, OSError, RuntimeError) as error:  # such as a link to itself
+            if isinstance(error, UserError):
+                raise
+            problem = f"no adapter in {path[:LONGEST_NAME]!r}: it is no path"
+            raise UserError(f"{problem} ({type(error).__name__})") from error
+        require(source, f"no adapter in {path!r}: expected a PEFT folder or a run")
         model = self.new_version(name, source, stamp_of(source))
         fault = self.fault_of(model)
         require(not fault, fault)
@@ -184,7 +197,7 @@ class Catalog:
         """Forget an adapter. Texts that are being written go on. UserError if there is none."""
         require(name != self.base, f"{name!r} is the base, which stays")
         with self.lock:
-            require(name in self.models, f"no adapter {name!r} is loaded")
+            require(name in self.models, f"no adapter {name[:LONGEST_NAME]!r} is loaded")
             self.remove(name)
             self.unloaded.add(name)
 
@@ -192,25 +205,28 @@ class Catalog:
         """UserError if an adapter or one of its files is outside of the folder, as by a link."""
         for place in [Path(path), *(Path(path, name) for name in FILES)]:
             is_inside = place.resolve().is_relative_to(self.folder)
-            require(is_inside, f"{path} is not inside {self.folder}: copy it there")
+            problem = f"{self.public(str(path))} is not inside the folder of adapters"
+            require(is_inside, f"{problem}: copy it there")
 
     def new_version(self, name: str, path: str, stamp: tuple, fault: str | None = None) -> Model:
         return Model(name, path, next(self.versions), stamp, fault)
 
     def put(self, model: Model) -> None:
-        """Give a name a new version. Texts may still wait for the one before, but no older one."""
+        """Give a name a new version. Texts may still wait for the last ones before."""
         old = self.models.get(model.name)
         if old:
-            self.by_key.pop(old.older, None)
-            model.older = old.key
+            before = (*old.older, old.key)
+            model.older = before[-KEPT:]
+            for key in before[:-KEPT]:
+                self.by_key.pop(key)
         self.models[model.name] = model
         self.by_key[model.key] = model
 
     def remove(self, name: str) -> None:
         """Forget what a name means."""
         model = self.models.pop(name)
-        self.by_key.pop(model.key)
-        self.by_key.pop(model.older, None)
+        for key in (model.key, *model.older):
+            self.by_key.pop(key)
 
     # ----------------------------------------------------------------------------------------------
     # The folder
@@ -242,7 +258,7 @@ class Catalog:
         Reads no weights. A name that `load` gave to an adapter elsewhere stays as it is.
         """
         with os.scandir(self.folder) as entries:
-            names = {entry.name for entry in entries if entry.is_dir() and entry.name.isprintable()}
+            names = {entry.name for entry in entries if is_folder(entry)}
         for name in self.seen.keys() - names:
             with self.lock:
                 del self.seen[name]
@@ -278,6 +294,14 @@ class Catalog:
             is_elsewhere = old and not self.is_at_home(name)
             if not is_known and not is_elsewhere and name not in self.unloaded:
                 self.put(self.new_version(name, source, stamp, fault))
+
+
+def is_folder(entry: os.DirEntry) -> bool:
+    """Can an entry of the folder be an adapter? A link to itself can not."""
+    try:
+        return entry.is_dir() and entry.name.isprintable()
+    except OSError:
+        return False
 
 
 def source_of(place: Path) -> str | None:

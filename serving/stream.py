@@ -22,6 +22,7 @@ from program import require
 from serving.adapters import BASE
 from serving.decoder import Decoder, generate
 from serving.sampling import uniforms
+from text.tokenizer import without_lone_surrogates
 
 
 class Text:
@@ -57,7 +58,7 @@ class Text:
         self.tokenizer = tokenizer
         self.stops = stops
         if isinstance(prompt, str):
-            self.prompt = prompt
+            self.prompt = without_lone_surrogates(prompt)  # as it is encoded
             encode = tokenizer.encode_special if special_tokens else tokenizer.encode
             ids = encode(prompt)
         else:
@@ -118,7 +119,7 @@ class Text:
         """How many of the last characters may be the start of a stop string."""
         longest = 0
         for stop in self.stops:
-            for length in range(1, len(stop)):
+            for length in range(1, min(len(stop), len(self.text) + 1)):
                 if self.text.endswith(stop[:length]):
                     longest = max(longest, length)
         return longest

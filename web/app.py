@@ -1,20 +1,18 @@
 """The application: which path is answered by what, and every error in OpenAI's shape."""
 
-import json
-
 from fastapi import FastAPI, Request
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from program import UserError
-from serving.catalog import Catalog, Model
+from serving.catalog import Model
 from web import shapes
 from web.completions import Service, respond
 from web.guard import Guard
 from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
 
-MOST_BYTES = 16 * 2**20  # of a body
+MOST_BYTES = 4 * 2**20  # of a body
 
 
 def build(service: Service, keys: list[str], hosts: list[str], most_open: int) -> Guard:
@@ -29,14 +27,14 @@ def build(service: Service, keys: list[str], hosts: list[str], most_open: int) -
     add_errors(app)
     add_models(app, service)
     add_generation(app, service)
-    guard = Guard(app, keys, hosts, most_open, service.metrics)
+    guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics)
 
     @app.get("/health")
     async def health():
         """Whether new requests are accepted: 200, or 503 while the server shuts down."""
-        status = "draining" if service.is_draining else "ok"
+        status = "ok" if service.is_ready else "shutting down"
         values = {"status": status, **service.thread.statistics()}
-        return JSONResponse(values, 503 if service.is_draining else 200)
+        return JSONResponse(values, 200 if service.is_ready else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics():
@@ -68,13 +66,13 @@ def add_models(app: FastAPI, service: Service) -> None:
     def models():
         """The names that a request's `model` may have."""
         usable = [model for model in catalog.listed() if not model.fault]
-        return {"object": "list", "data": [card_of(model, catalog) for model in usable]}
+        return {"object": "list", "data": [card_of(model, service) for model in usable]}
 
     @app.get("/v1/models/{name:path}")
     def model(name: str):
         """One of these."""
         try:
-            return card_of(catalog.find(name), catalog)
+            return card_of(catalog.find(name), service)
         except UserError as error:
             raise shapes.unknown_model(str(error)) from error
 
@@ -93,14 +91,14 @@ def add_models(app: FastAPI, service: Service) -> None:
         try:
             catalog.unload(body.lora_name)
         except UserError as error:
-            raise shapes.unknown_model(str(error)) from error
+            raise ApiError(400, str(error), param="lora_name") from error
         return f"{body.lora_name} is unloaded"
 
 
-def card_of(model: Model, catalog: Catalog) -> dict:
+def card_of(model: Model, service: Service) -> dict:
     """A line of /v1/models. Paths of this machine stay here."""
-    parent = None if model.name == catalog.base else catalog.base
-    return shapes.model_card(model.name, parent)
+    base = service.catalog.base
+    return shapes.model_card(model.name, service.started, None if model.name == base else base)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,39 +109,48 @@ def add_errors(app: FastAPI) -> None:
     """Handlers that give all errors OpenAI's shape."""
 
     @app.exception_handler(ApiError)
-    async def of_ours(_, error: ApiError):
-        return JSONResponse(error.body, error.status, headers=error.headers)
+    async def refused(request: Request, error: ApiError):
+        return answer(error)
 
     @app.exception_handler(RequestValidationError)
-    async def of_values(_, error: RequestValidationError):
-        return await of_ours(_, refusal(error.errors()[0]))
+    async def misunderstood(request: Request, error: RequestValidationError):
+        return answer(refusal(error.errors()[0]))
 
     @app.exception_handler(StarletteHTTPException)
-    async def of_http(request: Request, error: HTTPException):
+    async def not_routed(request: Request, error: HTTPException):
         reasons = {
             404: f"there is no {request.url.path[:100]}: see /openapi.json",
             405: f"{request.url.path[:100]} does not take {request.method}",
             413: f"the body is larger than {MOST_BYTES:,} bytes",
         }
         message = reasons.get(error.status_code, str(error.detail))
-        return await of_ours(request, ApiError(error.status_code, message))
+        return answer(ApiError(error.status_code, message))
 
     @app.exception_handler(Exception)
-    async def of_a_bug(_, error: Exception):
-        return await of_ours(_, ApiError(500, "the server failed: its log says why"))
+    async def failed(request: Request, error: Exception):
+        return answer(ApiError(500, "the server failed: its log says why"))
+
+
+def answer(error: ApiError) -> JSONResponse:
+    """The answer that is an error."""
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+def is_type(part: str) -> bool:
+    """Whether a part of pydantic's place is one of several types that a field may have."""
+    return part in ("str", "int") or "[" in part or "-" in part
 
 
 def refusal(fault: dict) -> ApiError:
     """The answer to a body that is no request, from the first thing that pydantic found."""
     if fault["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {fault['ctx']['error']}")
-    place = [str(part) for part in fault["loc"] if part != "body"]
-    name = place[0] if place else None
-    if name is None:
+    place = [str(part) for part in fault["loc"] if part != "body" and not is_type(str(part))]
+    if not place:
         wrong = "the body is not a JSON object: send the header Content-Type: application/json"
         return ApiError(400, wrong)
-    given = json.dumps(fault.get("input"), default=str)[:60]
-    message = f"{'.'.join(place)}: {fault['msg']}"
-    if fault["type"] != "missing":
-        message += f", not {given}"
-    return ApiError(400, message, param=name)
+    given = fault.get("input")
+    is_short = isinstance(given, int | float | str | None)
+    shown = repr(given)[:60] if is_short else f"a {type(given).__name__}"
+    reason = fault["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{'.'.join(place)}: {reason} (got {shown})", param=place[0])

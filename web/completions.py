@@ -10,17 +10,22 @@ that leaves ends its texts, whether they wait or run.
 """
 
 import asyncio
+import codecs
 import contextlib
 import json
+import math
 import random
+import sys
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from program import UserError
+from program import UserError, one_line
 from serving.catalog import Catalog
 from serving.constraint import Constraints
 from serving.engine import Engine, Event, Request
@@ -30,16 +35,17 @@ from serving.thread import EngineThread
 from text.chat import Template, checked_messages
 from text.tokenizer import Tokenizer
 from web import shapes
+from web.guard import within
 from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
 
 PING_SECONDS = 15  # a stream that waits says so: proxies close silent connections
-BYTES_OF_A_TOKEN = 128  # the longest one of GPT-2
+SHUTTING_DOWN = "the server is shutting down: try again later"
 
 
 @dataclass
 class Service:
-    """What the endpoints share. All but `template` belongs to the event loop's thread."""
+    """What the endpoints share. Other threads use the catalog, template and constraints."""
 
     engine: Engine
     catalog: Catalog
@@ -48,6 +54,7 @@ class Service:
     tokenizer: Tokenizer
     most_texts: int  # running and waiting; more are refused with 429
     most_seconds: float  # of one request
+    started: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
     queues: dict = field(default_factory=dict)  # Request of the engine -> the queue of its events
     template_lock: threading.Lock = field(default_factory=threading.Lock)  # it has one process
@@ -57,10 +64,16 @@ class Service:
 
     def __post_init__(self):
         self.chat_stops = list(filter(None, [self.template.end_of_answer()]))
+        self.longest_token = max(map(len, self.tokenizer.bytes_of.values()))  # in bytes
 
     def start(self, deliver) -> None:
         """Start the engine. deliver: takes `hand_out`'s events over from its thread."""
         self.thread = EngineThread(self.engine, deliver)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken."""
+        return not self.is_draining and self.thread.thread.is_alive()
 
     def hand_out(self, events: list[Event]) -> None:
         """Put each event of a step into the queue of its request."""
@@ -77,8 +90,8 @@ class Service:
 
         ApiError if there are too many already, or the server is about to end.
         """
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down: try again later", retry_after=5)
+        if not self.is_ready:
+            raise ApiError(503, SHUTTING_DOWN, retry_after=5)
         if len(self.queues) + len(requests) > self.most_texts:
             problem = f"{len(self.queues)} texts are running or waiting"
             raise ApiError(429, f"{problem}: try again later", retry_after=1)
@@ -124,62 +137,60 @@ async def job_of(body: Generation, service: Service) -> Job:
         adapter = (await asyncio.to_thread(service.catalog.find, body.model)).key
     except UserError as error:
         raise shapes.unknown_model(str(error)) from error
-    is_chat = isinstance(body, ChatRequest)
     try:
-        constraint = await asyncio.to_thread(constraint_of, body, service)
-        make = chat_texts if is_chat else completion_texts
-        texts = await asyncio.to_thread(make, body, service, adapter)
+        requests = await asyncio.to_thread(requests_of, body, service, adapter)
     except UserError as error:
         raise ApiError(400, str(error)) from error
+    if isinstance(body, ChatRequest):
+        return Job("chat", body, requests)
+    return Job("text", body, requests, bool(body.echo))
 
+
+def requests_of(body: Generation, service: Service, adapter: str) -> list[Request]:
+    """What the engine gets: a text for each choice of the answer, and what it must conform to."""
+    build = constraint_of(body, service)
+    if build and body.stop:
+        raise ApiError(400, "stop could cut a text that must conform: leave one out", "stop")
+    make = chat_texts if isinstance(body, ChatRequest) else completion_texts
+    texts = make(body, service, adapter, is_free=build is None)
     sampling = Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=body.top_k or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
     )
-    requests = [
-        Request(text, sampling, constraint() if constraint else None, body.n_logprobs)
-        for text in texts
-    ]
-    if is_chat:
-        return Job("chat", body, requests)
-    return Job("text", body, requests, bool(body.echo))
+    return [Request(text, sampling, build and build(), body.n_logprobs) for text in texts]
 
 
 def constraint_of(body: Generation, service: Service):
-    """A function that makes a new constraint for each text, or None. UserError, ApiError."""
+    """A function that makes the constraint of a text, or None. ApiError for one that is unknown."""
+    constraints = service.constraints
     asked = [body.response_format, body.guided_json, body.guided_regex]
     if sum(value is not None for value in asked) > 1:
-        raise ApiError(400, "response_format, guided_json and guided_regex exclude each other")
+        several = "response_format, guided_json and guided_regex exclude each other: keep one"
+        raise ApiError(400, several, "response_format")
     if body.guided_regex is not None:
-        return ready(service.constraints.regex, body.guided_regex)
+        return partial(constraints.regex, body.guided_regex)
     if body.guided_json is not None:
-        return ready(service.constraints.schema, body.guided_json)
+        return partial(constraints.schema, body.guided_json)
     if body.response_format is None:
         return None
     kind = body.response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return ready(service.constraints.json_object)
+        return constraints.json_object
     if kind == "json_schema":
         schema = body.response_format.get("json_schema")
         schema = schema.get("schema") if isinstance(schema, dict) else None
         if not isinstance(schema, dict):
             raise ApiError(400, "response_format has no json_schema.schema", "response_format")
-        return ready(service.constraints.schema, schema)
+        return partial(constraints.schema, schema)
     known = "text, json_object, json_schema"
     raise ApiError(400, f"response_format.type is {kind!r}: expected {known}", "response_format")
 
 
-def ready(build, *arguments):
-    """build, after a first call that shows that it works and keeps what it has built."""
-    build(*arguments)
-    return lambda: build(*arguments)
-
-
-def completion_texts(body: CompletionRequest, service: Service, adapter: str) -> list[Text]:
-    """n texts for each prompt."""
+def completion_texts(body: CompletionRequest, service: Service, adapter: str, is_free: bool):
+    """n texts for each prompt. is_free: no constraint says what they are."""
     prompts = body.prompts
     n = body.n or 1
     if len(prompts) * n > shapes.MOST_TEXTS:
@@ -187,22 +198,20 @@ def completion_texts(body: CompletionRequest, service: Service, adapter: str) ->
         raise ApiError(400, f"{problem}: send several requests", param="prompt")
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported: leave one out", param="echo")
-    if body.best_of not in (None, n):
-        raise ApiError(400, "best_of is not supported: leave it out", param="best_of")
     texts = []
     for prompt in prompts:
         texts += texts_of(prompt, body, service, adapter, body.max_tokens, body.stops)
     return texts
 
 
-def chat_texts(body: ChatRequest, service: Service, adapter: str) -> list[Text]:
-    """n answers to the conversation."""
+def chat_texts(body: ChatRequest, service: Service, adapter: str, is_free: bool) -> list[Text]:
+    """n answers to the conversation. is_free: the template's own end may end them."""
     messages = checked_messages([m.plain for m in body.messages], last=("user", "tool"))
     template = service.template
     spelled_out = [{**m, "content": template.spelled_out(m["content"])} for m in messages]
     with service.template_lock:
         prompt = template.text(spelled_out, add_generation_prompt=True)
-    stops = [*body.stops, *service.chat_stops]
+    stops = [*body.stops, *(service.chat_stops if is_free else [])]
     return texts_of(prompt, body, service, adapter, body.most_tokens, stops, special_tokens=True)
 
 
@@ -210,7 +219,7 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
     """n texts that continue a prompt, a string or token ids."""
     room = service.engine.max_tokens
     too_long = f"the prompt does not fit into the {room} tokens of a text: shorten it"
-    if len(prompt) > room * (BYTES_OF_A_TOKEN if isinstance(prompt, str) else 1):
+    if len(prompt) > room * (service.longest_token if isinstance(prompt, str) else 1):
         raise ApiError(400, too_long, code="context_length_exceeded")
 
     seed = random.getrandbits(62) if body.seed is None else body.seed
@@ -298,9 +307,8 @@ async def events_of(job: Job, service: Service, queue: asyncio.Queue):
         if left <= 0:
             limit = f"the answer takes more than {service.most_seconds:g} s"
             raise ApiError(504, f"{limit}: ask for fewer tokens")
-        try:
-            event = await asyncio.wait_for(queue.get(), min(left, PING_SECONDS))
-        except TimeoutError:
+        event = await within(min(left, PING_SECONDS), queue.get())
+        if event is None:
             yield None
             continue
         if event.request.error or event.end == "cancelled":
@@ -315,47 +323,75 @@ async def events_of(job: Job, service: Service, queue: asyncio.Queue):
 
 def failure_of(event: Event, service: Service) -> ApiError:
     """The error that ended a text. What only we can mend shows its words in the log alone."""
-    if service.is_draining:
-        return ApiError(503, "the server is shutting down: try again later", retry_after=5)
-    if isinstance(event.request.error, UserError):
-        return ApiError(400, str(event.request.error))
+    error = event.request.error
+    if not service.is_ready:
+        return ApiError(503, SHUTTING_DOWN, retry_after=5)
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    print(f"error: a text has failed: {one_line(error)}", file=sys.stderr, flush=True)
     return ApiError(500, "the server could not generate this text: its log says why")
 
 
 async def gather(job: Job, service: Service, queue: asyncio.Queue) -> dict:
     """The whole answer."""
-    tokens = {request: [] for request in job.requests}
+    logprobs = defaultdict(LogprobsOfText)
     async for event in events_of(job, service, queue):
         if event and event.logprobs:
-            tokens[event.request].append(logprob_of(event, service))
+            logprobs[event.request].add(event, service.tokenizer)
     choices = [
-        choice_of(job, number, request, tokens[request])
+        choice_of(job, number, request, logprobs[request])
         for number, request in enumerate(job.requests)
     ]
     return {**shapes.head(job.kind, job.body.model), "choices": choices, "usage": job.usage}
 
 
-def choice_of(job: Job, number: int, request: Request, tokens: list[dict]) -> dict:
+def choice_of(job: Job, number: int, request: Request, logprobs: "LogprobsOfText") -> dict:
     """A finished text in an answer."""
     text = request.text
     choice = {"index": number, "finish_reason": shapes.FINISH_REASONS[text.end], "logprobs": None}
-    if job.kind == "chat":
-        if request.n_logprobs is not None:
-            choice["logprobs"] = shapes.chat_logprobs(tokens)
-        return {**choice, "message": {"role": "assistant", "content": text.text}}
     if request.n_logprobs is not None:
-        choice["logprobs"] = shapes.text_logprobs(tokens, 0)
+        choice["logprobs"] = logprobs.shaped(job.kind, len(text.text))
+    if job.kind == "chat":
+        return {**choice, "message": {"role": "assistant", "content": text.text}}
     return {**choice, "text": text.prompt + text.text if job.echo else text.text}
 
 
-def logprob_of(event: Event, service: Service) -> dict:
-    """The log-probabilities of an event's token, in the shape of chats."""
+class LogprobsOfText:
+    """The log-probabilities of a text's tokens, and where in the text each token begins."""
 
-    def spelling(token: int) -> bytes:
-        return service.tokenizer.decode_bytes([token])
+    def __init__(self):
+        self.tokens, self.offsets = [], []
+        self.n_characters = 0
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    likeliest = [(spelling(token), logprob) for token, logprob in event.logprobs.likeliest]
-    return shapes.token_logprob(spelling(event.token), event.logprobs.of_token, likeliest)
+    def add(self, event: Event, tokenizer: Tokenizer) -> None:
+        """Take in the next token. The end of a text is none of its tokens."""
+        if event.token in tokenizer.ends:
+            return
+        spelling = tokenizer.decode_bytes([event.token])
+        others = [
+            (tokenizer.decode_bytes([token]), logprob)
+            for token, logprob in event.logprobs.likeliest
+        ]
+        self.tokens.append(shapes.token_logprob(spelling, event.logprobs.of_token, others))
+        self.offsets.append(self.n_characters)
+        self.n_characters += len(self.utf8.decode(spelling))
+
+    def shaped(self, kind: str, n_characters: float = math.inf) -> dict:
+        """In the shape of chats or of texts, for the tokens that begin before so many characters.
+
+        A stop string may have cut the text.
+        """
+        n = sum(offset < n_characters for offset in self.offsets)
+        if kind == "chat":
+            return shapes.chat_logprobs(self.tokens[:n])
+        return shapes.text_logprobs(self.tokens[:n], self.offsets[:n])
+
+    def take(self, event: Event, tokenizer: Tokenizer, kind: str) -> dict:
+        """For a chunk of a stream: the token of this event alone."""
+        self.tokens, self.offsets = [], []
+        self.add(event, tokenizer)
+        return self.shaped(kind)
 
 
 async def stream(job: Job, service: Service, queue: asyncio.Queue):
@@ -372,7 +408,7 @@ async def stream(job: Job, service: Service, queue: asyncio.Queue):
         choice = {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
         return sse({**head, "choices": [choice]})
 
-    offsets = [0] * len(job.requests)  # of each text, for the logprobs of completions
+    logprobs_of = defaultdict(LogprobsOfText)
     try:
         for number, request in enumerate(job.requests):
             if is_chat:
@@ -386,11 +422,7 @@ async def stream(job: Job, service: Service, queue: asyncio.Queue):
             number = numbers[event.request]
             logprobs = None
             if event.logprobs:
-                token = logprob_of(event, service)
-                logprobs = shapes.chat_logprobs([token])
-                if not is_chat:
-                    logprobs = shapes.text_logprobs([token], offsets[number])
-                    offsets[number] += len(token["token"])
+                logprobs = logprobs_of[number].take(event, service.tokenizer, job.kind)
             if event.piece or logprobs or event.end:
                 part = {"delta": {"content": event.piece}} if is_chat else {"text": event.piece}
                 yield frame(number, part, shapes.FINISH_REASONS.get(event.end), logprobs)

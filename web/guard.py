@@ -5,12 +5,14 @@
     Host, Origin         other sites must not reach a server on this machine through a browser
     keys                 Authorization: Bearer KEY, compared in constant time
     open requests        429 beyond a limit that lies below the limit of open files
-    time for the body    408 for a client that sends it too slowly
+    time                 408 for a client that sends its body too slowly; an answer that nobody
+                         reads ends with its request's time
 
 It is plain ASGI: Starlette's BaseHTTPMiddleware would hide from a stream that its client has left.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -28,6 +30,7 @@ from web.shapes import ApiError
 
 SPARE_FILES = 200  # open files beside those of requests
 BODY_SECONDS = 30
+READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
 OPEN_TO_ALL = ("/health",)  # without a key, and whatever the load
 REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
 
@@ -47,25 +50,44 @@ def read_keys(path: str) -> list[str]:
     Each may be followed by a space and words of yours, such as whose it is.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--keys={path} cannot be read: {error}") from error
-    keys = [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]
+    keys = []
+    for number, line in enumerate(lines, 1):
+        key, *_ = [*line.split(), ""]
+        if not key or key.startswith("#"):
+            continue
+        is_plain = key.isascii() and key.isprintable()
+        wrong = f"{path}, line {number}: a key has 16 or more characters, all of them ASCII"
+        require(len(key) >= 16 and is_plain, f"{wrong}: take the output of uuidgen")
+        keys.append(key)
     require(keys, f"--keys={path} has no key: write one a line, such as the output of uuidgen")
-    short = [number for number, key in enumerate(keys, 1) if len(key) < 16]
-    require(not short, f"key {short[:1]} in {path} has less than 16 characters: take a longer one")
     return keys
+
+
+class TooSlow(BaseException):
+    """The body took too long. No Exception, which FastAPI would take for a body with a fault."""
 
 
 class Guard:
     """An ASGI application around another one.
 
     keys: empty for none. hosts: names under which clients may reach the server; empty for any.
-    most_open: requests that are answered at the same time.
+    most_open: requests that are answered at the same time. most_seconds: for making an answer.
     """
 
-    def __init__(self, app, keys: list[str], hosts: list[str], most_open: int, metrics: Metrics):
+    def __init__(
+        self,
+        app,
+        keys: list[str],
+        hosts: list[str],
+        most_open: int,
+        most_seconds: float,
+        metrics: Metrics,
+    ):
         self.app = app
+        self.most_seconds = most_seconds
         self.digests = [digest(key) for key in keys]
         self.hosts = hosts
         self.most_open = most_open
@@ -92,12 +114,21 @@ class Guard:
 
         self.n_open += 1
         key_number = None
+        loop = asyncio.get_running_loop()
+        most_seconds = self.most_seconds + READ_SECONDS
+        end = loop.call_later(most_seconds, asyncio.current_task().cancel)
         try:
             key_number = self.check(scope, headers)
             await self.app(scope, in_time(receive), send_with_id)
         except ApiError as error:
             await send_error(error, send_with_id)
+        except TooSlow:
+            limit = f"the body took more than {BODY_SECONDS} s: send it faster"
+            await send_error(ApiError(408, limit), send_with_id)
+        except asyncio.CancelledError:
+            pass  # by the clock above, or at the server's end: the connection closes
         finally:
+            end.cancel()
             self.n_open -= 1
             self.log(scope, request_id, status, begun, key_number)
 
@@ -116,9 +147,9 @@ class Guard:
         """ApiError for a Host or an Origin that is not ours."""
         host = headers.get(b"host", b"").decode("latin-1")
         origin = headers.get(b"origin")
-        if self.hosts and urlsplit(f"//{host}").hostname not in self.hosts:
-            raise ApiError(421, f"this server is not {host[:100]}: see --host")
-        if origin and urlsplit(origin.decode("latin-1")).netloc != host:
+        if self.hosts and name_of(f"//{host}") not in self.hosts:
+            raise ApiError(421, f"this server is not {host[:100]!r}: see --host")
+        if origin and origin.decode("latin-1").partition("://")[2] != host:
             raise ApiError(403, "requests of other sites are refused")
 
     def number_of_key(self, authorization: bytes) -> int | None:
@@ -151,7 +182,16 @@ class Guard:
             line["key"] = key
         if job := scope["state"].get("job"):
             line |= {"model": job.body.model, **job.usage}
-        print(json.dumps(line), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads the log
+            print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def name_of(url: str) -> str | None:
+    """The name of a host in a URL; None if it is none."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 def digest(key: str | bytes) -> bytes:
@@ -160,7 +200,7 @@ def digest(key: str | bytes) -> bytes:
 
 
 def in_time(receive):
-    """`receive`, with a limit on the time until the body is complete. ApiError beyond it."""
+    """`receive`, with a limit on the time until the body is complete. TooSlow beyond it."""
     deadline = time.monotonic() + BODY_SECONDS
     is_complete = False
 
@@ -168,15 +208,26 @@ def in_time(receive):
         nonlocal is_complete
         if is_complete:
             return await receive()
-        try:
-            message = await asyncio.wait_for(receive(), max(0, deadline - time.monotonic()))
-        except TimeoutError as error:
-            limit = f"the body took more than {BODY_SECONDS} s: send it faster"
-            raise ApiError(408, limit) from error
+        message = await within(max(0, deadline - time.monotonic()), receive())
+        if message is None:
+            raise TooSlow
         is_complete = not message.get("more_body", False)
         return message
 
     return receive_in_time
+
+
+async def within(seconds: float, awaitable):
+    """What an awaitable gives within so many seconds, else None.
+
+    (On Python 3.11 `asyncio.wait_for` can miss that its own task is cancelled.)
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        return task.result() if done else None
+    finally:
+        task.cancel()
 
 
 async def send_error(error: ApiError, send) -> None:

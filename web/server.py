@@ -1,10 +1,11 @@
-"""Uvicorn with our own end: SIGTERM lets open requests finish, until a deadline.
+"""Uvicorn with our own begin and end: it says when it is ready, and lets open requests finish.
 
-    SIGTERM, Ctrl-C   no new requests; those that are open go on
+    SIGTERM, Ctrl-C         no new connections; requests that are open go on
     after `drain_seconds`   texts that still run end with an error in their answer
-    then              connections close, the process ends with status 0
+    then                    connections close, the process ends with status 0
 
-Uvicorn alone would cut open answers, and tell the application only afterwards.
+Uvicorn alone would cut open answers, and tell the application only afterwards. It also waits for
+ever for a request's head: a client that never sends one is cut off here.
 """
 
 import asyncio
@@ -13,20 +14,68 @@ import threading
 from functools import partial
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from web.completions import Service
-from web.guard import Guard
+from web.guard import SPARE_FILES, Guard
 
 CLOSE_SECONDS = 5  # to send what is left after the engine has ended
+HEAD_SECONDS = 10  # for the head of a request
+
+
+class Connection(H11Protocol):
+    """A client's connection, which is closed if it has no request for too long."""
+
+    timer = None
+
+    def connection_made(self, transport) -> None:
+        """Begin to wait for a request, unless there are too many connections already."""
+        super().connection_made(transport)
+        if len(self.connections) > self.app.most_open + SPARE_FILES // 2:
+            transport.abort()
+        self.wait_for_request()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request: of its head, or of its body."""
+        super().data_received(data)
+        self.wait_for_request()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request of this connection."""
+        super().on_response_complete()
+        self.wait_for_request()
+
+    def connection_lost(self, error) -> None:
+        """Nothing is to be waited for any more."""
+        super().connection_lost(error)
+        self.stop_waiting()
+
+    def wait_for_request(self) -> None:
+        """Start the clock if no request is being answered, else stop it."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering or self.transport.is_closing():
+            self.stop_waiting()
+        elif self.timer is None:
+            self.timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def stop_waiting(self) -> None:
+        """Stop the clock."""
+        if self.timer:
+            self.timer.cancel()
+        self.timer = None
 
 
 class Server(uvicorn.Server):
-    """Serves an application until SIGTERM or Ctrl-C, then drains it."""
+    """Serves an application until SIGTERM or Ctrl-C, then drains it.
 
-    def __init__(self, app: Guard, service: Service, drain_seconds: float):
+    ready: what to print when clients can come.
+    """
+
+    def __init__(self, app: Guard, service: Service, drain_seconds: float, ready: str):
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=Connection,
+            proxy_headers=False,
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -38,19 +87,23 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service = service
         self.drain_seconds = drain_seconds
+        self.ready = ready
 
     async def startup(self, sockets=None) -> None:
         """Start the engine's thread, whose events come to this loop with one call a step."""
         loop = asyncio.get_running_loop()
         self.service.start(partial(loop.call_soon_threadsafe, self.service.hand_out))
         await super().startup(sockets)
+        print(self.ready, flush=True)
 
     def handle_exit(self, sig: int, frame) -> None:
         """Begin to drain. A second signal ends at once."""
-        self.force_exit = self.service.is_draining
         self.should_exit = True
-        if not self.service.is_draining:
-            self.service.is_draining = True
+        if self.service.is_draining:
+            self.force_exit = True
+            return
+        self.service.is_draining = True
+        if self.service.thread:  # else it has not started yet
             print(f"draining for up to {self.drain_seconds:g} s", file=sys.stderr, flush=True)
             drain = partial(self.service.thread.drain, self.drain_seconds)
             threading.Thread(target=drain, daemon=True).start()

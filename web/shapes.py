@@ -10,12 +10,15 @@ tools, is refused by its name. Other fields, such as `user`, are ignored.
 
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST_TEXTS = 128  # of one request
 MOST_LOGPROBS = 20
+MOST_TOKENS = 2**31
+LONGEST_STOP = 256  # characters
+LONGEST_MESSAGE = 400  # characters of an error: it may quote what a client has sent
 MAX_SEED = 2**63 - 1
 
 
@@ -25,7 +28,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param=None, code=None, retry_after=None):
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = " ".join(message.split())[:LONGEST_MESSAGE]
         self.param = param
         self.code = code
         self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
@@ -47,7 +50,22 @@ def unknown_model(message: str) -> ApiError:
 # --------------------------------------------------------------------------------------------------
 # Requests
 
+Item = TypeVar("Item")
+# A list is refused at its first wrong item: one error for each would take seconds.
+ListOf = Annotated[list[Item], Field(fail_fast=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+
+
+def refused(value):
+    """ValueError for a setting that this server would have to ignore."""
+    if value:
+        raise ValueError("this is not supported: leave it out")
+    return value
+
+
+NotSupported = Annotated[Any, AfterValidator(refused)]  # only a value that changes nothing
 
 
 class StreamOptions(BaseModel):
@@ -64,54 +82,35 @@ class Generation(BaseModel):
     model: str
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_TEXTS)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[ListOf[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = None
 
-    # Not built here: each may only have the value that changes nothing.
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict | None = None
-
-    @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
-    @classmethod
-    def changes_nothing(cls, value, info):
-        """ValueError for a setting that this server would have to ignore."""
-        if value:
-            raise ValueError(f"{info.field_name} is not supported: leave it out")
-        return value
+    presence_penalty: NotSupported = None
+    frequency_penalty: NotSupported = None
+    logit_bias: NotSupported = None
 
     @property
     def stops(self) -> list[str]:
         """The strings that end a text."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    @field_validator("stop")
-    @classmethod
-    def has_characters(cls, value):
-        """ValueError for an empty stop string."""
-        if "" in ([value] if isinstance(value, str) else value or []):
-            raise ValueError("a stop string is empty: leave it out")
-        return value
-
 
 class CompletionRequest(Generation):
     """A prompt to continue, or several."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = ""
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    prompt: str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]] = ""
+    max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
-
-    not_supported = field_validator("suffix")(Generation.changes_nothing.__func__)
+    suffix: NotSupported = None
+    best_of: NotSupported = None
 
     @property
     def prompts(self) -> list:
@@ -141,7 +140,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | ListOf[TextPart]
 
     @property
     def plain(self) -> dict[str, str]:
@@ -155,15 +154,13 @@ class Message(BaseModel):
 class ChatRequest(Generation):
     """A conversation to answer."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list | None = None
-    functions: list | None = None
-
-    not_supported = field_validator("tools", "functions")(Generation.changes_nothing.__func__)
+    tools: NotSupported = None
+    functions: NotSupported = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -223,12 +220,9 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict:
     }
 
 
-STARTED = int(time.time())
-
-
-def model_card(name: str, parent: str | None) -> dict:
+def model_card(name: str, created: int, parent: str | None) -> dict:
     """A line of /v1/models. parent: vLLM's, the base that an adapter belongs to."""
-    card = {"id": name, "object": "model", "created": STARTED, "owned_by": "mpt"}
+    card = {"id": name, "object": "model", "created": created, "owned_by": "mpt"}
     return {**card, "root": name, "parent": parent}
 
 
@@ -237,12 +231,8 @@ def chat_logprobs(tokens: list[dict]) -> dict:
     return {"content": tokens, "refusal": None}
 
 
-def text_logprobs(tokens: list[dict], offset: int) -> dict:
-    """The same in the older shape of completions. offset: where in the text the first one is."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token["token"])
+def text_logprobs(tokens: list[dict], offsets: list[int]) -> dict:
+    """The same in the older shape of completions. offsets: where in the text each token begins."""
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
@@ -256,11 +246,11 @@ def text_logprobs(tokens: list[dict], offset: int) -> dict:
 
 def token_logprob(spelling: bytes, logprob: float, likeliest: list[tuple[bytes, float]]) -> dict:
     """A token with its log-probability and the likeliest ones in its place."""
-    of_token = spelled(spelling, logprob)
-    return {**of_token, "top_logprobs": [spelled(*other) for other in likeliest]}
+    of_token = as_json(spelling, logprob)
+    return {**of_token, "top_logprobs": [as_json(*other) for other in likeliest]}
 
 
-def spelled(spelling: bytes, logprob: float) -> dict:
+def as_json(spelling: bytes, logprob: float) -> dict:
     """A token as text and bytes. JSON has no -inf: it becomes -9999, as in OpenAI's answers."""
     text = spelling.decode("utf-8", "replace")
     return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(spelling)}

@@ -230,6 +230,20 @@ def test_logprobs_of_a_completion(client):
         assert max(likeliest.values()) == pytest.approx(value)
 
 
+def test_where_tokens_begin_in_a_text_of_wide_characters(served):
+    """Each character has three tokens; a text of bytes has one offset for all of them."""
+    body = {**ASK, "guided_regex": "(中|文){4}", "max_tokens": 20, "logprobs": 0}
+    _, whole = served.post("/v1/completions", body)
+    choice = whole["choices"][0]
+    assert len(choice["text"]) == 4 and choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["text_offset"] == [place for place in range(4) for _ in range(3)]
+
+
+def test_half_of_a_character_in_a_prompt_is_echoed_as_it_was_read(served):
+    status, body = served.post("/v1/completions", {**ASK, "prompt": "a\ud800b", "echo": True})
+    assert status == 200 and body["choices"][0]["text"].startswith("a\ufffdb")
+
+
 def test_json_that_a_schema_describes(client):
     schema = {
         "type": "object",
@@ -278,7 +292,10 @@ CHAT = {"model": "run", "messages": [{"role": "user", "content": "x"}], "max_tok
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": float("nan")}, 400, "temperature"),
         ({"n": 10**6}, 400, "n: "),
-        ({"stop": ""}, 400, "empty"),
+        ({"stop": ""}, 400, "at least 1 character"),
+        ({"stop": "x" * 10**6}, 400, "at most 256"),
+        ({"stop": "x", "guided_regex": "[0-9]+"}, 400, "leave one out"),
+        ({"prompt": [1.5] * 200_000}, 400, "prompt"),
         ({"stop": ["a"] * 20}, 400, "stop"),
         ({"logit_bias": {"5": 1}}, 400, "not supported"),
         ({"suffix": "x"}, 400, "not supported"),
@@ -350,7 +367,9 @@ def test_who_may_ask(served):
     assert served.request("GET", "/v1/models", key=KEY + "x")[0] == 401
     assert served.request("GET", "/health", key=None)[0] == 200
     assert served.request("GET", "/v1/models", headers={"Host": "evil.example"})[0] == 421
-    assert served.request("GET", "/v1/models", headers={"Origin": "http://evil.example"})[0] == 403
+    assert served.request("GET", "/v1/models", headers={"Host": "["})[0] == 421
+    for origin in ("http://evil.example", "http://["):
+        assert served.request("GET", "/v1/models", headers={"Origin": origin})[0] == 403
     own = {"Origin": f"http://127.0.0.1:{served.port}"}
     assert served.request("GET", "/v1/models", headers=own)[0] == 200
     _, headers, _ = served.request("GET", "/health", headers={"X-Request-ID": "mine-7"})
@@ -389,7 +408,7 @@ def test_adapters_come_and_go(served, folder):
 
     assert served.request("POST", "/v1/unload_lora_adapter", {"lora_name": "carl"})[0] == 200
     assert served.post("/v1/completions", body)[0] == 404
-    for path in ("../run", "/etc", "adapters/../../run"):
+    for path in ("../run", "/etc", "adapters/../../run", "a\0b", "x" * 3000, "\ud800"):
         status, body = served.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
         assert status == 400, body
 
@@ -417,6 +436,13 @@ def test_clients_that_leave_free_their_texts(served):
         ask_and_leave(served, {**long, "stream": stream})
     served.wait_until_idle()
     assert served.metric("mpt_new_tokens_total") - before < 2 * 8 * 250
+
+
+def test_a_client_that_never_asks_is_cut_off(served):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+        assert client.recv(100) == b""
+    assert served.health()["status"] == "ok"
 
 
 def test_too_many_texts_are_sent_away(folder):
@@ -468,7 +494,8 @@ def refused(folder, *flags) -> str:
 def test_what_cannot_be_served(folder):
     assert "--keys=FILE" in refused(folder, "run", "--host=0.0.0.0")
     (folder / "short.txt").write_text("abc\n")
-    assert "less than 16" in refused(folder, "run", "--keys=short.txt")
+    assert "16 or more characters" in refused(folder, "run", "--keys=short.txt")
+    assert "--rows to 1 or more" in refused(folder, "run", "--rows=0")
     assert "nowhere" in refused(folder, "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
