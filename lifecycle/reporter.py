@@ -24,7 +24,6 @@ import devices
 import flops
 import optim
 import parallel
-import pipeline
 import processes
 import program
 from config import MPTConfig, TrainConfig
@@ -207,11 +206,14 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     mesh = cfg.sharding
     if cfg.tp > 1:
         mesh += f", tp {cfg.tp}{' + sequence parallel' * cfg.sequence_parallel}"
-    if cfg.pp > 1:
-        mesh += f", pp {cfg.pp}"
     rows_per_rank = cfg.global_batch_size // world.dp_size
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
-    bubble = f", {pipeline.bubble(cfg.pp, n_microbatches):.0%} bubble" if cfg.pp > 1 else ""
+    bubble = ""
+    if cfg.pp > 1:
+        from pipeline import bubble as share_of_bubble  # here, since most runs do without
+
+        mesh += f", pp {cfg.pp}"
+        bubble = f", {share_of_bubble(cfg.pp, n_microbatches):.0%} bubble"
     begins = f"starting from {cfg.init_from}" if cfg.init_from else "starting a new run"
     if start.checkpoint:
         begins = f"resuming from {start.checkpoint}"
@@ -363,13 +365,15 @@ def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
     """If stages have too few microbatches; and what sharding costs them."""
     lines = []
     if n_microbatches < cfg.pp:
+        from pipeline import bubble  # here, since most runs do without
+
         rows_per_rank = cfg.global_batch_size // world.dp_size
         fix = f"set --global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
         if rows_per_rank >= cfg.pp:
             fix = f"set --microbatch_size={rows_per_rank // cfg.pp}"
         lines.append(
             f"WARNING: {n_microbatches} microbatches never fill {cfg.pp} stages: each waits for "
-            f"{pipeline.bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
+            f"{bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
         )
     if cfg.pp > 1 and world.dp_size > 1 and not cfg.sharding_mode.reduces_late:
         lines.append(

@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import pipeline
 import processes
 import program
 import tensor_parallel
@@ -89,7 +88,7 @@ class StragglerTimer:
         self.reading_seconds = 0.0  # of this step's wait for the batch
         self.marks = []  # begin, end, begin, end, ... of this step's timed forward passes
         self.scale = 1.0
-        is_stage = isinstance(model, pipeline.Stage)
+        is_stage = hasattr(model, "pipe")
         if tensor_parallel.layout_of(model).size == 1 and not is_stage:
             model.transformer.norm_f.register_forward_pre_hook(self.mark)
             model.register_forward_hook(self.mark, prepend=True)
@@ -428,9 +427,9 @@ def current_line() -> str:
     for its device or for autograd."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame:
-        if frame.f_code is pipeline.Pipe.transfer.__code__:  # waits in C++ for another stage
-            return WAITS
         path = Path(frame.f_code.co_filename)
+        if (path.name, frame.f_code.co_name) == ("pipeline.py", "transfer"):
+            return WAITS  # in C++, for another stage
         if ROOT in (path.parent, path.parent.parent):  # in the root or a folder; .venv is deeper
             return f"{path.relative_to(ROOT)}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         # Collectives; a GPU; on a GPU, the thread in which autograd runs the backward pass.
