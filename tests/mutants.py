@@ -78,11 +78,6 @@ loss.py: test_loss.py
 - (grad @ weight).mul_(counted)
 + (grad @ weight)
 
-on a GPU the loss kernel never runs: the logits are copied to fp32
-loss.py: test_gpu_path.py::test_a_sharded_step_stays_on_the_gpu_and_never_waits
-- loss_of = kernel_chunk_loss if takes_kernel(x.device, matmul_dtype) else chunk_loss
-+ loss_of = chunk_loss
-
 the loss kernel does not move its sums to a new maximum
 gpu_kernels/cross_entropy.py: gpu_kernels/test_cross_entropy.py
 - l = l * tl.exp(m - m_new) + tl.exp(s - m_new)
