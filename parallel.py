@@ -39,6 +39,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import attention
 import config
 import devices
 import optim
@@ -246,6 +247,18 @@ def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None =
     A collective. saved: the precision of the checkpoint that a run resumes from.
     """
     return processes.rank_zero_decides(lambda: devices.choose_precision(cfg, device, saved)[0])
+
+
+def attention_of(model_cfg: MPTConfig, device: torch.device, precision: str) -> str:
+    """The implementation of attention that a run takes: `attention.choose`."""
+    return attention.choose(
+        model_cfg.attn_impl,
+        device,
+        DTYPES[precision],
+        model_cfg.head_dim,
+        model_cfg.alibi,
+        model_cfg.attn_pdrop,
+    )
 
 
 def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:

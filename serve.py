@@ -6,7 +6,7 @@
 RUN is a run folder, one checkpoint in it, or a Hugging Face folder. A request's `model` names it,
 or an adapter of the folder --adapters: PEFT folders and finished runs with --lora_rank.
 
-The walk of a request, file by file: serving/README.md.
+The walk of a request, file by file: web/README.md.
 """
 
 import program

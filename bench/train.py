@@ -46,7 +46,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import attention
 import config
 import data
 import devices
@@ -167,12 +166,8 @@ class Step:
 
     def attention(self) -> str:
         """The attention implementation; for `auto`, also the one that it chose."""
-        m = self.model_cfg
-        dtype = parallel.DTYPES[self.precision]
-        chosen = attention.choose(
-            m.attn_impl, self.device, dtype, m.head_dim, m.alibi, m.attn_pdrop
-        )
-        return chosen if chosen == m.attn_impl else f"auto ({chosen})"
+        chosen = parallel.attention_of(self.model_cfg, self.device, self.precision)
+        return chosen if chosen == self.model_cfg.attn_impl else f"auto ({chosen})"
 
     def describe(self) -> dict:
         """What only the running process knows. peak: FLOP/s; memory_gb: the most so far."""

@@ -155,12 +155,6 @@ def finished(run_dir: Path, max_steps: int) -> bool:
     return newest is not None and newest.name == f"step-{max_steps}"
 
 
-def label_of(part: Part) -> str:
-    """A part in words, as plots name it."""
-    label = f"{part.ranks} rank{'s' if part.ranks != 1 else ''}"
-    return label + f", tp {part.tp}" * (part.tp > 1) + f", pp {part.pp}" * (part.pp > 1)
-
-
 def supervise(run_dir: Path, flags: list[str], parts: list[Part], max_steps: int) -> None:
     """Launch the run again and again until it is finished.
 
@@ -171,7 +165,7 @@ def supervise(run_dir: Path, flags: list[str], parts: list[Part], max_steps: int
     while not finished(run_dir, max_steps):
         checkpoint_before = checkpoint.latest(run_dir)
         part = parts[part_now(run_dir, parts, max_steps)]
-        title = f"{run_dir.name:<6} {label_of(part):<20}"
+        title = f"{run_dir.name:<6} {plot.layout_label(part.ranks, part.tp, part.pp):<20}"
         layout = [f"--tp={part.tp}", f"--pp={part.pp}"]
         launch = Launch([*flags, f"--run_dir={run_dir}", *layout], part.ranks, log)
         try:

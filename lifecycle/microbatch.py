@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import attention
 import config
 import devices
 import parallel
@@ -93,14 +92,7 @@ def planned(
     if not cfg.shard_size:
         of_node = min(world.dp_size, max(1, world.local_size // cfg.tp))
         cfg = replace(cfg, shard_size=of_node)
-    implementation = attention.choose(
-        model_cfg.attn_impl,
-        world.device,
-        parallel.DTYPES[precision],
-        model_cfg.head_dim,
-        model_cfg.alibi,
-        model_cfg.attn_pdrop,
-    )
+    implementation = parallel.attention_of(model_cfg, world.device, precision)
     scores = 0  # bytes of a sequence
     if implementation not in FUSED:  # three tensors (heads, T, T) in fp32 of each block, at most
         heads, layers = model_cfg.n_heads / cfg.tp, model_cfg.n_layers / cfg.pp

@@ -94,6 +94,12 @@ def read(folder: str) -> Run:
     return Run(folder, steps, vals, restarts)
 
 
+def layout_label(ranks: int, tp: int, pp: int) -> str:
+    """A layout in words: 4 ranks, tp 2, pp 2."""
+    label = f"{ranks} rank" + "s" * (ranks > 1)
+    return label + f", tp {tp}" * (tp > 1) + f", pp {pp}" * (pp > 1)
+
+
 def restart_labels(folder: str) -> dict[int, str]:
     """{first step: "2 -> 4 ranks, tp 2, pp 2"} of the launches whose steps are in the metrics.
 
@@ -111,8 +117,7 @@ def restart_labels(folder: str) -> dict[int, str]:
         label = "restart"  # the number of ranks is not on record
         if ranks:
             was = f"{before} -> " * (before not in (None, ranks))
-            label = f"{was}{ranks} rank" + "s" * (ranks > 1)
-            label += f", tp {tp}" * (tp > 1) + f", pp {pp}" * (pp > 1)
+            label = was + layout_label(ranks, tp, pp)
         labels[first], before = label, ranks
     return labels
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-import attention
 import checkpoint
 import data
 import devices
@@ -193,14 +192,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     """What is about to run, in eight lines; then what is unusual about it, and warnings."""
     n_params = flops.n_params(model_cfg)
     n_trained = trained_parameters(model_cfg, cfg)
-    implementation = attention.choose(
-        model_cfg.attn_impl,
-        world.device,
-        parallel.DTYPES[precision],
-        model_cfg.head_dim,
-        model_cfg.alibi,
-        model_cfg.attn_pdrop,
-    )
+    implementation = parallel.attention_of(model_cfg, world.device, precision)
     speed = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
     _, reason = devices.choose_precision(cfg, world.device, start.precision, measures=False)
     mesh = cfg.sharding

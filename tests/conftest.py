@@ -226,6 +226,18 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
     return prepare(TrainConfig(**source, data_dir=str(folder)))
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tiny_data, tmp_path_factory) -> Path:
+    """A run folder of two steps over bytes, with ALiBi and a checkpoint of each step."""
+    folder = tmp_path_factory.mktemp("two-steps")
+    flags = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=24 --alibi"
+    flags += " --global_batch_size=4 --max_steps=2 --warmup_steps=1 --save_interval=1"
+    flags += " --run_dir=run --eval_tokens=100"
+    done = launch([], folder, [*flags.split(), *flags_for(tiny_data)])
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
 def slowly(*values):
     """The case of a parametrized test, in the slow tier."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -11,7 +11,7 @@ import sys
 import types
 
 import pytest
-from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch, refusal
+from conftest import PATIENCE, ROOT, clean_environment, refusal
 
 import checkpoint
 import generate as program
@@ -22,21 +22,11 @@ from weights import hf, peft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=24)
-TWO_STEPS = """
-    --alibi --global_batch_size=4 --max_steps=2 --warmup_steps=1 --save_interval=1
-    --run_dir=run --eval_tokens=100
-""".split()
-
 
 @pytest.fixture(scope="module")
-def run(tiny_data, tmp_path_factory):
+def run(tiny_run):
     """A run folder of two steps over bytes."""
-    folder = tmp_path_factory.mktemp("sampling")
-    shape = [f"--{name}={value}" for name, value in TINY.items()]
-    done = launch([], folder, [*shape, *TWO_STEPS, *flags_for(tiny_data)])
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+    return tiny_run
 
 
 @pytest.fixture

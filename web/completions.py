@@ -60,11 +60,12 @@ class Service:
     template_lock: threading.Lock = field(default_factory=threading.Lock)  # it has one process
     is_draining: bool = False
     chat_stops: list[str] = field(init=False)  # what the template writes behind an answer
+    longest_token: int = field(init=False)  # in bytes
     thread: EngineThread | None = None
 
     def __post_init__(self):
         self.chat_stops = list(filter(None, [self.template.end_of_answer()]))
-        self.longest_token = max(map(len, self.tokenizer.bytes_of.values()))  # in bytes
+        self.longest_token = max(map(len, self.tokenizer.bytes_of.values()))
 
     def start(self, deliver) -> None:
         """Start the engine. deliver: takes `hand_out`'s events over from its thread."""
@@ -223,9 +224,9 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
         raise ApiError(400, too_long, code="context_length_exceeded")
 
     seed = random.getrandbits(62) if body.seed is None else body.seed
-    texts = []
-    for repeat in range(body.n or 1):
-        text = Text(
+
+    def text_of(prompt, repeat: int) -> Text:
+        return Text(
             prompt,
             service.tokenizer,
             service.engine.decoder.cfg,
@@ -236,12 +237,20 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
             special_tokens,
             repeat,
         )
-        if max_tokens is None:
-            text.max_new_tokens = room - text.n_prompt
-        if text.n_prompt >= room or text.max_length > room:
-            asked = f"{text.n_prompt} tokens of the prompt and max_tokens {text.max_new_tokens}"
-            problem = too_long if max_tokens is None else f"{asked} are more than {room}"
-            raise ApiError(400, problem, code="context_length_exceeded")
+
+    first = text_of(prompt, 0)
+    if max_tokens is None:
+        first.max_new_tokens = room - first.n_prompt
+    if first.n_prompt >= room or first.max_length > room:
+        asked = f"{first.n_prompt} tokens of the prompt and max_tokens {first.max_new_tokens}"
+        asks_too_much = f"{asked} are more than {room}: lower max_tokens or shorten the prompt"
+        problem = too_long if max_tokens is None else asks_too_much
+        raise ApiError(400, problem, code="context_length_exceeded")
+    texts = [first]
+    for repeat in range(1, body.n or 1):
+        text = text_of(first.ids, repeat)  # the prompt is encoded once
+        text.prompt = first.prompt
+        text.max_new_tokens = first.max_new_tokens
         texts.append(text)
     return texts
 
@@ -295,7 +304,7 @@ async def client_leaves(http: HttpRequest) -> None:
 
 
 async def events_of(job: Job, service: Service, queue: asyncio.Queue):
-    """The events of all texts of a job, until the last one has ended; None when time has passed.
+    """The events of a job's texts, until the last one has ended; None after 15 s without one.
 
     ApiError if the engine has ended a text for an error, or the job takes too long.
     """

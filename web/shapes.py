@@ -110,7 +110,7 @@ class CompletionRequest(Generation):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: NotSupported = None
-    best_of: NotSupported = None
+    best_of: Literal[1] | None = None
 
     @property
     def prompts(self) -> list:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch
+from conftest import PATIENCE, ROOT, clean_environment
 
 import checkpoint
 from config import TrainConfig
@@ -28,20 +28,13 @@ pytest.importorskip("fastapi")
 
 pytestmark = pytest.mark.slow
 KEY = "a-key-of-the-tests-0001"
-TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=64)
-TWO_STEPS = """
-    --alibi --global_batch_size=4 --max_steps=2 --warmup_steps=1 --save_interval=1
-    --run_dir=run --eval_tokens=100
-""".split()
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_data, tmp_path_factory):
+def folder(tiny_run, tmp_path_factory):
     """A run, and a folder of two adapters for it."""
     folder = tmp_path_factory.mktemp("served")
-    shape = [f"--{name}={value}" for name, value in TINY.items()]
-    done = launch([], folder, [*shape, *TWO_STEPS, *flags_for(tiny_data)])
-    assert done.returncode == 0, done.stderr
+    shutil.copytree(tiny_run, folder / "run")
     settings = TrainConfig(init_from="any", lora_rank=4, lora_alpha=8.0)
     cfg = load.settings_of(checkpoint.find(str(folder / "run")))
     for seed, name in enumerate(["anna", "bert"]):
@@ -299,6 +292,7 @@ CHAT = {"model": "run", "messages": [{"role": "user", "content": "x"}], "max_tok
         ({"stop": ["a"] * 20}, 400, "stop"),
         ({"logit_bias": {"5": 1}}, 400, "not supported"),
         ({"suffix": "x"}, 400, "not supported"),
+        ({"best_of": 2}, 400, "best_of"),
         ({"echo": True, "logprobs": 1}, 400, "echo with logprobs"),
         ({"stream_options": {"include_usage": True}}, 400, "needs stream"),
         ({"guided_json": {"not": {"type": "string"}}}, 400, "not"),
