@@ -152,6 +152,7 @@ def test_a_recipe_is_traced_without_a_break_and_once_for_all_layers(name, monkey
     # Not fake: the state of the generator, which recomputation keeps.
     with FakeTensorMode(allow_non_fake_inputs=True), counting_graphs(fullgraph=True) as graphs:
         model = parallel.parallelize(MPT(m), None, cfg, "bf16")
+        model.separator = 0
         ids = torch.zeros(cfg.microbatch_size, m.max_seq_len, dtype=torch.long)
         for _ in range(2):
             with parallel.autocast(cpu, "bf16"):

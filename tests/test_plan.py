@@ -236,16 +236,22 @@ def test_the_next_fastest_stand_below_the_plan(capsys):
 
 
 @pytest.mark.slow
-def test_a_choice_takes_less_than_three_seconds():
-    """Of a processor, the start of Python included."""
-    command = [sys.executable, "plan.py", *ON_FRONTIER.split()]
+def test_a_choice_takes_a_few_seconds():
+    """At most four times as long as Python needs for ten million additions, so on any machine."""
+    choice = [sys.executable, "plan.py", *ON_FRONTIER.split()]
+    additions = [sys.executable, "-c", "total = 0\nfor n in range(10_000_000): total += n"]
+    assert least_seconds(choice) < 4 * least_seconds(additions)
+
+
+def least_seconds(command: list[str]) -> float:
+    """Of a processor, for a whole program: the least of three."""
     seconds = []
-    for _ in range(2):
+    for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 3
+    return min(seconds)
 
 
 @pytest.mark.parametrize(

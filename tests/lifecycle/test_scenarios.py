@@ -135,7 +135,7 @@ SCENARIOS = {
     "cannot save": Scenario(
         action=fill_the_disk,
         status=2,
-        line="error: could not save step 9: .*File too large.*{saved}",
+        line="error: could not save step [69]: .*File too large.*{saved}",
     ),
     "is warned": Scenario(signal=signal.SIGUSR1, **ASKED),
     "is asked to end": Scenario(signal=signal.SIGTERM, **ASKED),
