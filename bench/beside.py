@@ -103,20 +103,20 @@ class Program:
 # --- Models
 
 
-def our_model(p: Program) -> MPT:
+def our_model(m: MPTConfig, seed: int) -> MPT:
     """Our model with the weights of a new run."""
-    model = MPT(p.m)
-    init_weights(model, p.cfg.seed)
+    model = MPT(m)
+    init_weights(model, seed)
     return model
 
 
-def their_model(p: Program) -> nn.Module:
+def their_model(m: MPTConfig, seed: int) -> nn.Module:
     """transformers' MPT, which has ALiBi and no biases, with the weights of ours."""
     from transformers import MptConfig, MptForCausalLM
 
     names = ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size")
-    model = MptForCausalLM(MptConfig(**{name: getattr(p.m, name) for name in names}))
-    missing = model.load_state_dict(our_model(p).state_dict(), strict=False).missing_keys
+    model = MptForCausalLM(MptConfig(**{name: getattr(m, name) for name in names}))
+    missing = model.load_state_dict(our_model(m, seed).state_dict(), strict=False).missing_keys
     assert missing in ([], ["lm_head.weight"]), missing  # the tied output layer
     return model
 
@@ -209,7 +209,7 @@ def plain_step(p: Program):
 
 def transformers_step(p: Program):
     """A script around transformers' MptForCausalLM."""
-    model = their_model(p)
+    model = their_model(p.m, p.cfg.seed)
     return script_step(p, model, lambda ids: model(input_ids=ids).logits)
 
 
@@ -227,8 +227,8 @@ def peft_step(p: Program):
         use_rslora=cfg.rslora,
         target_modules=cfg.adapted_layers,
     )
-    model = peft.get_peft_model(their_model(p), settings)
-    ours = our_model(p)
+    model = peft.get_peft_model(their_model(p.m, p.cfg.seed), settings)
+    ours = our_model(p.m, p.cfg.seed)
     lora.put_on(ours, cfg)
     lora.draw(ours, cfg.seed)
     theirs = dict(model.named_parameters())
@@ -254,7 +254,7 @@ def random_prompts(p: Program) -> torch.Tensor:
 
 def our_text(p: Program):
     """Our decoder with its cache."""
-    decoder = Decoder(our_model(p).to(p.device), p.m.vocab_size, p.dtype)
+    decoder = Decoder(our_model(p.m, p.cfg.seed).to(p.device), p.m.vocab_size, p.dtype)
     prompts = random_prompts(p)
     settings = SAMPLING if p.args.sampled else {"temperature": 0}
 
@@ -268,7 +268,7 @@ def our_text(p: Program):
 
 def their_text(p: Program):
     """transformers' generate with its cache."""
-    model = their_model(p).eval().to(p.device, p.dtype)
+    model = their_model(p.m, p.cfg.seed).eval().to(p.device, p.dtype)
     prompts = random_prompts(p)
 
     def work():
@@ -305,7 +305,7 @@ def requests_of(p: Program) -> list:
 def our_scores(p: Program):
     """evaluation/score.py."""
     world = processes.start(p.cfg.device)
-    model = our_model(p).eval().to(p.device, p.dtype)
+    model = our_model(p.m, p.cfg.seed).eval().to(p.device, p.dtype)
     requests = requests_of(p)
     return lambda: score.score(model, requests, world, p.precision, BATCH_TOKENS)[:, 0]
 
@@ -321,7 +321,7 @@ def lm_eval_scores(batch: int, p: Program):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=one_word, eos_token="<eos>", pad_token="<eos>"
     )
-    model = their_model(p).eval().to(p.device, p.dtype)
+    model = their_model(p.m, p.cfg.seed).eval().to(p.device, p.dtype)
     backend = HFLM(
         pretrained=model,
         tokenizer=tokenizer,

@@ -8,7 +8,7 @@ So a step reads the weights once for all rows, and no text waits for another one
 a fixed set of texts would run with ever fewer rows until its longest one ends. This is called
 iteration-level scheduling or continuous batching (Orca: Yu et al., OSDI 2022).
 
-Prompts are read between two tokens of all others. So a step reads at most `chunk` tokens of them,
+Prompts are read between two tokens of all others. So a step reads as much of them as takes 80 ms,
 and the rest in the next steps.
 
 In exact arithmetic a text does not depend on those beside it: it is the one of `stream.write`. In
@@ -91,9 +91,10 @@ class Engine:
     """Generates the texts of requests. `step` is to be called as long as `is_busy`.
 
     n_rows: texts that are generated at the same time; all others wait. max_tokens: of a text, its
-    prompt included. chunk: tokens of prompts that a step reads at most. prefix_bytes: room for
-    beginnings of prompts that may be shared (serving/rows.py). A decoder with an AdapterBank loads
-    adapters beside decoding. The memory of all this is bounded: n_rows + 1 texts and the prefixes.
+    prompt included. chunk: tokens of prompts that a step reads at most, and read_seconds: how long
+    it may take while texts wait for their next token. prefix_bytes: room for beginnings of prompts
+    that may be shared (serving/rows.py). A decoder with an AdapterBank loads adapters beside
+    decoding. The memory of all this is bounded: n_rows + 1 texts and the prefixes.
 
     All methods but `check` are to be called by one thread; serving/thread.py has one.
     """
@@ -104,6 +105,7 @@ class Engine:
         n_rows: int = 32,
         max_tokens: int = 2048,
         chunk: int = 256,
+        read_seconds: float = 0.08,
         prefix_bytes: int = 0,
     ):
         self.decoder = decoder
@@ -111,6 +113,8 @@ class Engine:
         self.n_rows = n_rows
         self.max_tokens = max_tokens
         self.chunk = chunk
+        self.read_seconds = read_seconds
+        self.seconds_a_token = 0.0  # of a prompt, of the last chunks
         self.rows = Rows(decoder, n_rows, max_tokens)
         self.prefixes = Prefixes(prefix_bytes)
         # Where a request is:
@@ -205,7 +209,7 @@ class Engine:
         Returns what has happened since the last step, in order. An error of one request ends its
         text; one of the decoder ends all running texts. Neither is raised.
         """
-        room = self.chunk
+        room = self.tokens_to_read()
         while room > 0 and (self.reading or self.begin_next()):
             room -= max(self.read_chunk(room), MIN_COST)
         if self.running:
@@ -214,6 +218,13 @@ class Engine:
             time.sleep(0.001)  # leave the processor to the thread that loads adapters
         events, self.events = self.events, []
         return events
+
+    def tokens_to_read(self) -> int:
+        """How many tokens of prompts this step may read."""
+        seconds = self.chunk * self.seconds_a_token
+        if not self.running or seconds <= self.read_seconds:
+            return self.chunk
+        return max(MIN_COST, int(self.chunk * self.read_seconds / seconds))
 
     def begin_next(self) -> bool:
         """Begin to read the first prompt whose adapter is loaded. False: there is none, or no row.
@@ -278,8 +289,11 @@ class Engine:
                     self.prefixes.keep(cache, self.prefix_start(text), text.ids[: text.n_prompt])
         except Exception as error:
             self.cancel(request, error)
+        seconds = time.perf_counter() - begin
         self.speed.prompt_tokens += len(ids)
-        self.speed.prompt_seconds += time.perf_counter() - begin
+        self.speed.prompt_seconds += seconds
+        pace = seconds / max(len(ids), MIN_COST)
+        self.seconds_a_token = (pace + (self.seconds_a_token or pace)) / 2
         return len(ids)
 
     def decode(self) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import random
 import threading
 
@@ -126,11 +127,10 @@ def assert_nothing_is_held(engine):
 
 
 def random_request(rng, kind: str, number: int) -> Request:
-    """Prompts of 0 to 90 tokens, which share beginnings; any sampling, adapter and stop strings."""
+    """Prompts of 0 to 84 tokens, which share beginnings; any sampling, adapter and stop strings."""
     stem = rng.choice(STEMS)
-    prompt = stem[: rng.randrange(len(stem) + 1)] + "abcdef"[: rng.randrange(7)] * rng.choice(
-        [1, 4]
-    )
+    begin, end = stem[: rng.randrange(len(stem) + 1)], "abcdef"[: rng.randrange(7)]
+    prompt = (begin + end * rng.choice([1, 4]))[:84]
     n = rng.choice([1, 10, 30])
     stops = rng.choice([(), ("e", "\x00", "\x07")])
     sampling, adapter = rng.choice(SAMPLINGS), rng.choice(ADAPTERS)
@@ -415,7 +415,7 @@ def test_an_adapter_that_loads_holds_nobody_up():
 
 def test_a_step_reads_few_short_prompts_and_a_part_of_a_long_one():
     """What it costs the others is bounded."""
-    engine = Engine(served(), n_rows=40, max_tokens=600, chunk=4 * MIN_COST)
+    engine = Engine(served(), 40, max_tokens=600, chunk=4 * MIN_COST, read_seconds=math.inf)
     first = request("a", 30)
     finished_soon = [request("b", 1) for _ in range(20)]
     for one in (first, *finished_soon):
@@ -433,6 +433,21 @@ def test_a_step_reads_few_short_prompts_and_a_part_of_a_long_one():
         engine.step()
         assert engine.prompt.length == n_read
     assert first.text.new_tokens == 10
+    finished(engine)
+    assert_as_alone(engine.decoder, first, long)
+
+
+def test_on_a_slow_machine_a_step_reads_less():
+    """While other texts wait for their next token."""
+    engine = Engine(served(), n_rows=2, max_tokens=600, chunk=4 * MIN_COST, read_seconds=1e-9)
+    first, long = request("a", 30), request("c" * 500, 1)
+    engine.submit(first)
+    engine.step()
+    assert first.text.new_tokens == 2  # nobody waited
+    engine.submit(long)
+    for n_steps in range(1, 4):
+        engine.step()
+        assert engine.prompt.length == n_steps * MIN_COST
     finished(engine)
     assert_as_alone(engine.decoder, first, long)
 
