@@ -24,7 +24,7 @@ disk: replace `Shard` in text/shards.py, or write a class with the methods and a
 of `Split`.
 
 Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file, to prepare a
-data set and see what it holds.
+data set and see what it holds. `--export_mds=OUT` writes it for MosaicML's Streaming, too.
 """
 
 import hashlib

@@ -249,7 +249,8 @@ def files_below(folder: str) -> list[str]:
 def left_out(dataset: str) -> str:
     """What a message adds about files that are not read: " (left out: 2 .md, 1 .gz)"; else ""."""
     found = [] if dataset == "stdlib" else matches(dataset)
-    counts = collections.Counter(map(suffix_of, set(found) - set(read_of(found))))
+    are_read = set(read_of(found))
+    counts = collections.Counter(suffix_of(path) for path in found if path not in are_read)
     most = counts.most_common(9)
     named = ", ".join(f"{n:,} {suffix or 'without a suffix'}" for suffix, n in most)
     return f" (left out: {named})" if named else ""

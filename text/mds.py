@@ -42,9 +42,17 @@ MAX_BYTES = 2**32  # of a shard: its offsets are uint32
 EXPORTED_BYTES = 2**26  # of a shard that we write, as the package does
 
 # The fields of a shard in index.json, and of a file there.
-SHARD = {"version": int, "format": str, "samples": int, "compression": (str, type(None))}
-SHARD |= {"column_names": list, "column_encodings": list, "column_sizes": list}
-SHARD |= {"raw_data": dict, "zip_data": (dict, type(None))}
+SHARD = {
+    "version": int,
+    "format": str,
+    "samples": int,
+    "column_names": list,
+    "column_encodings": list,
+    "column_sizes": list,
+    "compression": (str, type(None)),
+    "raw_data": dict,
+    "zip_data": (dict, type(None)),
+}
 FILE = {"basename": str, "bytes": int, "hashes": dict}
 
 

@@ -350,6 +350,14 @@ def test_a_text_that_is_not_utf8(copy):
     assert refusal(read, folder).startswith(f"{raw} is damaged ('utf-8' codec")
 
 
+def test_the_programs_show_what_is_there(capsys):
+    mds.main([f"{HERE}/zstd/index.json", f"{HERE}/text/index.json"])
+    corpus.main([str(HERE / "int32")])
+    shown = capsys.readouterr().out
+    assert f"{HERE}/zstd/shard.00000.mds.zstd: 27 samples of tokens, 864 in all, intact" in shown
+    assert "samples of text" in shown and "40 documents, 1,280 ids; the last begins [" in shown
+
+
 def test_no_shards_are_no_data(settings, copy):
     folder = copy("raw")
     (folder / INDEX).write_text('{"shards": [], "version": 2}')
