@@ -22,6 +22,7 @@ Run `python -m text.mds FOLDER/index.json` to list its shards and check them.
 import functools
 import hashlib
 import json
+import os
 import re
 import struct
 import sys
@@ -81,6 +82,7 @@ class IndexedShard:
 
     @property
     def is_text(self) -> bool:
+        """Is that the column of texts?"""
         return self.about["column_names"][self.column] == "text"
 
     def require(self, condition: bool, fault: str) -> None:
@@ -103,9 +105,9 @@ def is_index(path: str) -> bool:
 
 
 def shards(indexes: list[str]) -> list[IndexedShard]:
-    """The shards of all indexes in order, each once: the index of a folder may repeat those of the
-    folders in it (`merge_index`).
+    """The shards of all indexes in order, each once.
 
+    The index of a folder may repeat those of the folders in it: the package's `merge_index`.
     UserError if an index is damaged, or some folders are for validation and others are not.
     """
     for_validation = [path for path in indexes if re.match("val|test|eval", Path(path).parent.name)]
@@ -199,7 +201,9 @@ def rows_of(shard: IndexedShard, tokenizer, row_lengths: dict):
     if not tokenizer:
         yield from (row.astype(np.uint32) for row in rows)  # copies: a view would keep the shard
         return
-    if rows and not row_lengths:
+    if not rows:
+        return
+    if not row_lengths:
         begin = tokenizer.decode(rows[0][:30])
         print(f"{shard.path} in tokens of {tokenizer.name}: {begin!r}", file=sys.stderr)
     row_length = row_lengths.setdefault(shard.index, common_length(rows))
@@ -242,21 +246,20 @@ def columns(shard: IndexedShard):
 def content_of(shard: IndexedShard):
     """The content of a shard, decompressed, its sizes and hashes checked."""
     about = shard.about["raw_data"]
-    content = None
-    if shard.path == shard.compressed:
-        compressed = read(shard, shard.about["zip_data"])
-        content = decompressed(shard, compressed)
-        shard.require(len(content) == about["bytes"], f"not {about['bytes']:,} bytes, decompressed")
-        check_hashes(shard, content, about["hashes"])
-    return read(shard, about) if content is None else content
+    if shard.path == shard.raw:
+        return read(shard, about)
+    content = decompressed(shard, read(shard, shard.about["zip_data"]))
+    shard.require(len(content) == about["bytes"], f"not {about['bytes']:,} bytes, decompressed")
+    check_hashes(shard, content, about["hashes"])
+    return content
 
 
 def read(shard: IndexedShard, about: dict) -> bytes:
     """The file of a shard. about: what the index says of it."""
     with files.open_regular(shard.path) as file:
-        content = file.read(about["bytes"] + 1)
-    size = shard.path.stat().st_size
-    shard.require(len(content) == about["bytes"], f"{size:,} bytes instead of {about['bytes']:,}")
+        size = os.fstat(file.fileno()).st_size
+        shard.require(size == about["bytes"], f"{size:,} bytes instead of {about['bytes']:,}")
+        content = file.read()
     check_hashes(shard, content, about["hashes"])
     return content
 
