@@ -324,7 +324,7 @@ class TrainConfig:
     lora_last_blocks: int = 0  # give adapters to the last n blocks only (0 = all blocks)
     lora_train: str = ""  # train these, too: norms, biases, or norms,biases
     # --- data
-    dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet), or from the Hub: allenai/c4:en
+    dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet, MDS), of the Hub: allenai/c4:en
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
     max_tokens: int = 0  # prepare at most this many training tokens (0 = all of them)

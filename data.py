@@ -24,7 +24,7 @@ disk: replace `Shard` in text/shards.py, or write a class with the methods and a
 of `Split`.
 
 Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file, to prepare a
-data set and see what it holds.
+data set and see what it holds. `--export_mds=OUT` writes it for MosaicML's Streaming, too.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ import platform
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -325,12 +326,24 @@ def prefetch(read_batch, steps, device):
             yield ready_step, batch.result()
 
 
+@dataclass
+class DataArgs:
+    """What data.py takes beside the settings of a run."""
+
+    export_mds: str = ""  # a new folder: write the tokens there for MosaicML's Streaming, too
+
+
 def main(argv) -> None:
     """Prepare a data set, then print what it holds and how fast one thread reads it."""
-    from text import tokenizer
+    from text import mds, tokenizer
     from text.prepare import prepare
 
-    model_cfg, cfg = config.load(argv, config.MPTConfig, TrainConfig)
+    model_cfg, cfg, args = config.load(argv, config.MPTConfig, TrainConfig, DataArgs)
+    require(
+        not args.export_mds or cfg.data_format == "text",
+        "--export_mds writes documents, and MDS has no form for prompts and responses: "
+        "set --data_format=text",
+    )
     folder = prepare(cfg, os.cpu_count(), model_cfg.max_seq_len)
     for name in ("train", "val"):
         split = Split(folder, name, model_cfg.max_seq_len)
@@ -353,10 +366,12 @@ def main(argv) -> None:
         f"one thread reads {tokens_per_second / 1e6:.0f} million tokens a second; "
         f"the last row of its batch {step} begins:"
     )
-    decode = tokenizer.load(cfg.tokenizer, folder / "tokenizer.json").decode
+    loaded = tokenizer.load(cfg.tokenizer, folder / "tokenizer.json")
     begin = rows[-1][:40]
-    print("   ", repr(decode(plain_ids(begin))))
+    print("   ", repr(loaded.decode(plain_ids(begin))))
     print(folder)
+    if args.export_mds:
+        mds.export(folder, Path(args.export_mds), model_cfg.max_seq_len, loaded)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,11 @@ text/tokenizer.py: text/test_tokenizer.py
 - heap = [(-total, pair)
 + heap = [(-total, pair[::-1])
 
+an end-of-text is put into the documents that rows of MDS shards are cut from
+text/mds.py: text/test_mds.py
+- len(row) not in (0, row_length)
++ len(row) != 0
+
 # --- optimizer and step
 
 the warm-up ends a step early

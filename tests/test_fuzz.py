@@ -15,6 +15,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -76,6 +77,25 @@ def chat_file(name):
         (folder / "chat.jsonl").write_text(lines(*CHAT * 10))
         prepare(chat_config(folder)[0], max_seq_len=64)
         return folder / name
+
+    return make
+
+
+def mds_file(source, name):
+    """A maker of a folder of MDS shards, without their hashes, of which the file `name` is damaged.
+
+    source: a folder that MosaicML's package wrote.
+    """
+
+    def make(folder):
+        shutil.copytree(Path(__file__).parent / "text/mds" / source, folder / "mds")
+        path = folder / "mds/index.json"
+        index = json.loads(path.read_text())
+        for about in index["shards"]:
+            for file in filter(None, (about["raw_data"], about["zip_data"])):
+                file["hashes"] = {}
+        path.write_text(json.dumps(index))
+        return folder / "mds" / name
 
     return make
 
@@ -412,6 +432,13 @@ def read_corpus(path, folder):
         assert isinstance(text, str)
 
 
+def read_mds(path, folder):
+    from text import corpus, tokenizer
+
+    for document in corpus.documents(str(path.parent), tokenizer.load("bytes")):
+        assert len(document)
+
+
 def read_measured(path, folder):
     import devices
     from planning import calibrate, step_time
@@ -476,6 +503,11 @@ READERS = {  # name -> (maker, reader)
     "text.py": (written("text.py", TEXT), read_corpus),
     "text.csv": (written("text.csv", TABLE), read_corpus),
     "text.tsv": (written("text.tsv", TABLE.replace(",", "\t")), read_corpus),
+    "index.json of MDS": (mds_file("text", "index.json"), read_mds),
+    "shard.mds": (mds_file("documents", "shard.00000.mds"), read_mds),
+    "shard.mds of bytes": (mds_file("bytes-int32", "shard.00000.mds"), read_mds),
+    "shard.mds.snappy": (mds_file("snappy", "shard.00000.mds.snappy"), read_mds),
+    "shard.mds.zstd": (mds_file("text", "shard.00000.mds.zstd"), read_mds),
     "machine.json": (written("machine.json", json.dumps(MACHINE)), read_measured),
     "mine.json": (written("mine.json", json.dumps(MEASUREMENTS)), read_measured),
     "bench.csv, calibrating": (written("bench.csv", table()), read_measured),

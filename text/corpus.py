@@ -2,6 +2,7 @@
 
     stdlib                        the Python source on this machine: real text without a download
     notes.txt, 'my/*.jsonl', dir  local .txt, .jsonl, .parquet, .csv, .tsv and .py files, sorted
+    a folder with an index.json   MosaicML's Streaming (MDS): texts, or ids, see text/mds.py
     allenai/c4:en                 a data set (and subset) of the Hugging Face Hub, streamed
 
 Each real file is read once, even if links lead to it. `left_out` names what is not read.
@@ -31,6 +32,7 @@ from pathlib import Path
 import program
 from program import UserError, require, shell
 from storage import files as file_reader
+from text import mds
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".py")
 TABLES = (".csv", ".tsv")
@@ -60,26 +62,29 @@ FIRST_CHUNK_CHARACTERS = 4 * 2**20
 CHUNK_CHARACTERS = 64 * 2**20
 
 
-def documents(dataset: str):
+def documents(dataset: str, tokenizer=None):
     """The documents of a data set; empty ones are skipped.
 
+    A document of MDS shards may be an array of ids, made by `tokenizer`: see `mds.documents`.
     Raises UserError if the data set cannot be found, reached or read.
     """
     paths = files(dataset)
-    if paths:
-        require_one_kind(dataset, paths)
+    require_one_kind(dataset, paths)
+    if indexes := [path for path in paths if mds.is_index(path)]:
+        texts = mds.documents(indexes, tokenizer)
+    elif paths:
         lossy = dataset == "stdlib"
         texts = (text for path in paths for text in file_documents(path, lossy))
     else:
         texts = hub_documents(dataset)
-    return (text for text in texts if text)
+    return (text for text in texts if text is not None and len(text))
 
 
 def chunks(documents, first_characters: int = FIRST_CHUNK_CHARACTERS):
     """Yield documents in chunks: (chunk number, number of its first document, documents).
 
     A chunk becomes one shard. The first 16 have about 4 MB of text each, or `first_characters`,
-    later ones 64 MB.
+    later ones 64 MB. Of ids, these are bytes.
     """
     chunk = []
     size = 0
@@ -87,7 +92,7 @@ def chunks(documents, first_characters: int = FIRST_CHUNK_CHARACTERS):
     first_document = 0
     for text in documents:
         chunk.append(text)
-        size += len(text)
+        size += len(text) if isinstance(text, str) else text.nbytes
         limit = first_characters if chunk_number < FIRST_CHUNKS else CHUNK_CHARACTERS
         if size >= limit:
             yield chunk_number, first_document, chunk
@@ -106,7 +111,7 @@ def files(dataset: str) -> list[str]:
 
 def is_here(dataset: str) -> bool:
     """Are files of this data set on this machine, where someone may change them?"""
-    return any(suffix_of(path) in SUFFIXES for path in matches(dataset))
+    return any(suffix_of(path) in SUFFIXES or mds.is_index(path) for path in matches(dataset))
 
 
 def source_state(dataset: str, most_bytes: int) -> str:
@@ -164,28 +169,38 @@ def local_files(dataset: str) -> list[str]:
     An empty list if `dataset` can only be the name of a Hub data set. UserError if it looks like a
     path and no file matches.
     """
-    paths = [path for path in matches(dataset) if suffix_of(path) in SUFFIXES]
+    paths = read_of(matches(dataset))
     name = dataset.partition(":")[0]
     has_file_suffix = name.lower().endswith(SUFFIXES + OTHER_SUFFIXES)
     exists = os.path.exists(dataset)
     may_be_on_hub = re.fullmatch(HUB_NAME, name) and not has_file_suffix and not exists
     suffixes = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-    problem = f"dataset={dataset!r}: no {suffixes} file is there"
+    problem = f"dataset={dataset!r}: no {suffixes} file is there, nor an index.json of MDS shards"
     require(paths or may_be_on_hub, problem + left_out(dataset))
     return paths
 
 
+def read_of(found: list[str]) -> list[str]:
+    """Those of these files that are read; of MDS each index.json, then the shards that it names."""
+    indexes = [path for path in found if mds.is_index(path)]
+    texts = [path for path in found if suffix_of(path) in SUFFIXES]
+    return texts + mds.paths(indexes)
+
+
 def require_one_kind(dataset: str, paths: list[str]) -> None:
-    """UserError if there are tables and other text.
+    """UserError if there are two of these: tables, MDS shards, other text.
 
     Beside text a table often lists its sources; beside a table a text often is its license.
     """
-    tables = [path for path in paths if suffix_of(path) in TABLES]
-    texts = [path for path in paths if suffix_of(path) not in TABLES]
-    if tables and texts:
-        both = f"tables ({tables[0]}) and other text ({texts[0]})"
-        fix = f"{like(tables[0], dataset)} or {like(texts[0], dataset)}"
-        raise UserError(f"dataset={dataset!r} holds {both}: name one kind, as in {fix}")
+    first = {}  # of each kind
+    for path in paths:
+        is_text = suffix_of(path) in SUFFIXES
+        kind = "tables" if suffix_of(path) in TABLES else "other text" if is_text else "MDS shards"
+        first.setdefault(kind, path)
+    kinds = sorted(first, key=["tables", "MDS shards", "other text"].index)
+    both = " and ".join(f"{kind} ({first[kind]})" for kind in kinds)
+    fix = " or ".join(like(first[kind], dataset) for kind in kinds)
+    require(len(kinds) <= 1, f"dataset={dataset!r} holds {both}: name one kind, as in {fix}")
 
 
 def like(path: str, dataset: str) -> str:
@@ -233,8 +248,9 @@ def files_below(folder: str) -> list[str]:
 
 def left_out(dataset: str) -> str:
     """What a message adds about files that are not read: " (left out: 2 .md, 1 .gz)"; else ""."""
-    suffixes = [suffix_of(path) for path in ([] if dataset == "stdlib" else matches(dataset))]
-    counts = collections.Counter(suffix for suffix in suffixes if suffix not in SUFFIXES)
+    found = [] if dataset == "stdlib" else matches(dataset)
+    are_read = set(read_of(found))
+    counts = collections.Counter(suffix_of(path) for path in found if path not in are_read)
     most = counts.most_common(9)
     named = ", ".join(f"{n:,} {suffix or 'without a suffix'}" for suffix, n in most)
     return f" (left out: {named})" if named else ""
@@ -512,14 +528,16 @@ def main(argv) -> None:
     arguments = program.arguments(argv, "[DATASET]")
     dataset = arguments[0] if arguments else "stdlib"
     n_documents = 0
-    n_characters = 0
+    length = 0
     for text in documents(dataset):
         n_documents += 1
-        n_characters += len(text)
+        length += len(text)
     require(n_documents > 0, f"dataset={dataset!r} holds no document")
+    is_text = isinstance(text, str)
+    unit, begin = ("characters", text[:60]) if is_text else ("ids", text[:12].tolist())
     print(
-        f"{dataset}: {n_documents:,} documents, {n_characters:,} characters; "
-        f"the last begins {text[:60]!r}{left_out(dataset)}"
+        f"{dataset}: {n_documents:,} documents, {length:,} {unit}; "
+        f"the last begins {begin!r}{left_out(dataset)}"
     )
 
 

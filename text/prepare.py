@@ -427,7 +427,7 @@ def documents_of(cfg: TrainConfig, tokenizer=None):
     trained.
     """
     if cfg.data_format == "text":
-        return corpus.documents(cfg.dataset)
+        return corpus.documents(cfg.dataset, tokenizer)
     from text import chat
 
     reserved = tokenizer.special_tokens if tokenizer else None
@@ -443,6 +443,8 @@ def first_texts(cfg: TrainConfig, n_characters: int) -> list[str]:
     texts = []
     total = 0
     for text in documents_of(cfg):
+        fix = "set --tokenizer to the one that made them, gpt2 or its tokenizer.json"
+        require(isinstance(text, str), f"dataset={cfg.dataset!r} holds ids already: {fix}")
         texts.append(text[:n_characters])
         total += len(text)
         if total > n_characters:
@@ -488,8 +490,9 @@ def counted(chunks, bar):
     """Pass chunks on unchanged, and show on the bar how much text was read so far."""
     n_characters = 0
     for number, first_document, documents in chunks:
-        n_characters += sum(map(len, documents))
-        bar.set_postfix_str(f"{n_characters / 1e6:,.1f} M characters read", refresh=False)
+        if isinstance(documents[0], str):
+            n_characters += sum(map(len, documents))
+            bar.set_postfix_str(f"{n_characters / 1e6:,.1f} M characters read", refresh=False)
         yield number, first_document, documents
 
 
@@ -540,7 +543,7 @@ class Job:
     folder: Path
     number: int  # of the chunk
     first_document: int  # its number in the data set
-    documents: list[str]
+    documents: list  # of texts, or of arrays of ids
     val_every: int  # of so many documents, one is for validation
     tokenizer_name: str
     row_format: object  # `chat.RowFormat` of prompts and responses, None for text
@@ -564,7 +567,7 @@ def encode_chunk(job: Job) -> tuple[Path, int]:
         made_from = [tokenizer.fingerprint, texts[split]]
         if row_format:
             made_from.append(str(row_format))
-        shard_key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+        shard_key = hashlib.sha256(json.dumps(made_from, default=hash_of).encode()).hexdigest()
         if texts[split] and is_finished(path, shard_key):
             continue
         if row_format:
@@ -574,6 +577,11 @@ def encode_chunk(job: Job) -> tuple[Path, int]:
 
     path = job.folder / f"train-{job.number:05d}.bin"
     return path, Shard(path).header["tokens"]
+
+
+def hash_of(ids: np.ndarray) -> str:
+    """What `json.dumps` writes in place of ids."""
+    return hashlib.sha256(ids).hexdigest()
 
 
 def is_finished(path: Path, shard_key: str) -> bool:
@@ -590,21 +598,35 @@ def is_finished(path: Path, shard_key: str) -> bool:
     return shard.header["text_sha256"] == shard_key
 
 
-def write_shard(path: Path, documents: list[str], tokenizer, shard_key: str) -> None:
-    """Write documents as one shard: the ids of each, then end-of-text.
+def write_shard(path: Path, documents: list, tokenizer, shard_key: str) -> None:
+    """Write documents as one shard: the ids of each, then end-of-text. Ids are written as they are.
 
     The ids are uint16, or uint32 if the vocabulary has more than 65,536 entries.
     """
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    parts = [np.append(tokenizer.encode(text), tokenizer.eot).astype(dtype) for text in documents]
+    parts = [ids_of(document, tokenizer).astype(dtype) for document in documents]
     ids = np.concatenate(parts) if parts else np.empty(0, dtype)
     about = {
         "documents": len(documents),
-        "text_bytes": sum(len(text.encode("utf-8", "replace")) for text in documents),
+        "text_bytes": sum(text_bytes(document, tokenizer) for document in documents),
         "vocab_size": tokenizer.vocab_size,
         "text_sha256": shard_key,
     }
     write_ids(path, ids, about)
+
+
+def ids_of(document, tokenizer) -> np.ndarray:
+    """The ids of a text and end-of-text; ids as they are."""
+    if isinstance(document, str):
+        return np.append(tokenizer.encode(document), tokenizer.eot)
+    return document
+
+
+def text_bytes(document, tokenizer) -> int:
+    """The length of a text in UTF-8, or of the text that ids stand for, without end-of-text."""
+    if isinstance(document, str):
+        return len(document.encode("utf-8", "replace"))
+    return max(1, len(tokenizer.decode_bytes(document[document != tokenizer.eot])))
 
 
 def write_rows(path: Path, examples: list[str], tokenizer, shard_key: str, row_format) -> None:
