@@ -323,11 +323,12 @@ class TrainConfig:
     lora_targets: str = "all"  # layers that get one: Wqkv,out_proj,up_proj,down_proj
     lora_last_blocks: int = 0  # give adapters to the last n blocks only (0 = all blocks)
     lora_train: str = ""  # train these, too: norms, biases, or norms,biases
-    # --- data
+    # --- data: one data set, or a mixture, --mix='NAME SHARE DATASET' for each source
     dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet), or from the Hub: allenai/c4:en
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
-    max_tokens: int = 0  # prepare at most this many training tokens (0 = all of them)
+    mix: list[str] = dataclasses.field(default_factory=list)  # as 'c4 0.7 allenai/c4:en'
+    max_tokens: int = 0  # prepare at most this many training tokens (0 = all), of each source
     val_fraction: float = 0.005  # share of the documents kept for validation
     # --- data: prompts and responses; see text/chat.py
     data_format: Literal["text", "chat"] = "text"  # chat: prompts and responses, in .jsonl lines
@@ -393,6 +394,8 @@ class TrainConfig:
         require(self.warmup_steps < self.max_steps, steps)
         self.check_adapters()
         self.check_chat()
+        both = sources(self.mix) and self.dataset != TrainConfig.dataset
+        require(not both, "dataset and mix both say what to train on: remove one of them")
 
     def check_chat(self) -> None:
         """Raise UserError if the settings of prompts and responses contradict others."""
@@ -460,6 +463,55 @@ def listed(name: str, text: str, known) -> list[str]:
         hint = f"did you mean {closest[0]!r}? It can be" if closest else "expected"
         raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
     return words
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of a mixture."""
+
+    name: str
+    share: float  # of the samples, to four decimals
+    dataset: str
+
+
+def sources(mix: list[str]) -> list[Source]:
+    """The sources of `mix`: ["c4 0.7 allenai/c4:en", "mine 0.3 my/*.txt"] and so on.
+
+    The data set comes last, so it may hold any character. Raises UserError.
+    """
+    found = []
+    for text in mix:
+        words = text.split(None, 2)
+        example = "--mix='c4 0.7 allenai/c4:en'"
+        require(len(words) == 3, f"mix takes NAME SHARE DATASET, as {example}, not {shown(text)}")
+        name, share, dataset = words[0], words[1], os.path.expanduser(words[2].strip())
+        problem = f"mix has a source {shown(name)}"
+        letters = "name it with up to 40 letters, digits, _ and -"
+        require(re.fullmatch(r"[A-Za-z0-9][\w-]{0,39}", name, re.ASCII), f"{problem}: {letters}")
+        number = "write a number of at most four decimals, as 0.7"
+        is_number = re.fullmatch(r"0|1(\.0*)?|0?\.[0-9]{1,4}", share)
+        require(is_number, f"{problem} with the share {shown(share)}: {number}")
+        require(float(share), f"{problem} with the share 0: remove it, or give it a share")
+        for other in found:
+            twice = f"mix has the names {other.name} and {name}, which differ in no letter"
+            require(other.name.lower() != name.lower(), f"{twice}: rename one of them")
+            twice = f"mix has the data set {shown(dataset)} twice, as {other.name} and {name}"
+            require(other.dataset != dataset, f"{twice}: name it once, with both shares together")
+        found.append(Source(name, float(share), dataset))
+    check_sum(found)
+    return found
+
+
+def check_sum(mixture: list[Source]) -> None:
+    """Raise UserError, with shares that do, unless those of a mixture add up to 1."""
+    total = round(sum(source.share for source in mixture), 4)
+    if not mixture or total == 1:
+        return
+    scaled = [round(source.share / total, 4) for source in mixture]
+    largest = scaled.index(max(scaled))
+    scaled[largest] = round(scaled[largest] + 1 - sum(scaled), 4)
+    fix = ", ".join(f"{source.name} {n:g}" for source, n in zip(mixture, scaled, strict=True))
+    raise UserError(f"the shares of mix add up to {total:g}, not 1: write {fix}")
 
 
 def check_run_dir(run_dir: str) -> None:
@@ -613,6 +665,9 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
         changed = {key for key in settings if settings[key] != values.get(key)}
         if changed & (of_a_run - SAME_RESULT):
             values.pop("expect", None)  # of the settings before
+        for name, other in (("dataset", "mix"), ("mix", "dataset")):
+            if name in settings:
+                values.pop(other, None)  # one replaces the other
         values |= settings
     return result + [filled(cls, values) for cls in classes]
 
