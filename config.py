@@ -23,6 +23,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -325,9 +326,9 @@ class TrainConfig:
     lora_train: str = ""  # train these, too: norms, biases, or norms,biases
     # --- data: one data set, or a mixture, --mix='NAME SHARE DATASET' for each source
     dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet), or from the Hub: allenai/c4:en
+    mix: list[str] = dataclasses.field(default_factory=list)  # as 'c4 0.7 allenai/c4:en'
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
-    mix: list[str] = dataclasses.field(default_factory=list)  # as 'c4 0.7 allenai/c4:en'
     max_tokens: int = 0  # prepare at most this many training tokens (0 = all), of each source
     val_fraction: float = 0.005  # share of the documents kept for validation
     # --- data: prompts and responses; see text/chat.py
@@ -477,33 +478,47 @@ class Source:
 def sources(mix: list[str]) -> list[Source]:
     """The sources of `mix`: ["c4 0.7 allenai/c4:en", "mine 0.3 my/*.txt"] and so on.
 
-    The data set comes last, so it may hold any character. Raises UserError.
+    Raises UserError.
     """
-    found = []
-    for text in mix:
-        words = text.split(None, 2)
-        example = "--mix='c4 0.7 allenai/c4:en'"
-        require(len(words) == 3, f"mix takes NAME SHARE DATASET, as {example}, not {shown(text)}")
-        name, share, dataset = words[0], words[1], os.path.expanduser(words[2].strip())
-        problem = f"mix has a source {shown(name)}"
-        letters = "name it with up to 40 letters, digits, _ and -"
-        require(re.fullmatch(r"[A-Za-z0-9][\w-]{0,39}", name, re.ASCII), f"{problem}: {letters}")
-        number = "write a number of at most four decimals, as 0.7"
-        is_number = re.fullmatch(r"0|1(\.0*)?|0?\.[0-9]{1,4}", share)
-        require(is_number, f"{problem} with the share {shown(share)}: {number}")
-        require(float(share), f"{problem} with the share 0: remove it, or give it a share")
-        for other in found:
-            twice = f"mix has the names {other.name} and {name}, which differ in no letter"
-            require(other.name.lower() != name.lower(), f"{twice}: rename one of them")
-            twice = f"mix has the data set {shown(dataset)} twice, as {other.name} and {name}"
-            require(other.dataset != dataset, f"{twice}: name it once, with both shares together")
-        found.append(Source(name, float(share), dataset))
-    check_sum(found)
-    return found
+    mixture = [source_of(line) for line in mix]
+    check_mixture(mixture)
+    return mixture
 
 
-def check_sum(mixture: list[Source]) -> None:
-    """Raise UserError, with shares that do, unless those of a mixture add up to 1."""
+def source_of(line: str) -> Source:
+    """The source that a line of `mix` describes. Raises UserError.
+
+    The data set comes last, so it may hold any character.
+    """
+    words = line.split(None, 2)
+    example = "--mix='c4 0.7 allenai/c4:en'"
+    require(len(words) == 3, f"mix takes NAME SHARE DATASET, as {example}, not {shown(line)}")
+    name, share, dataset = words
+
+    problem = f"mix has a source {shown(name)}"
+    is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", name)
+    require(is_name, f"{problem}: name it with up to 40 letters, digits, _ and -")
+
+    is_number = re.fullmatch(r"0|1(\.0*)?|0?\.[0-9]{1,4}", share)
+    fix = "write a number of at most four decimals, as 0.7"
+    require(is_number, f"{problem} with the share {shown(share)}: {fix}")
+    require(float(share), f"{problem} with the share 0: remove it, or give it a share")
+    return Source(name, float(share), os.path.expanduser(dataset.strip()))
+
+
+def check_mixture(mixture: list[Source]) -> None:
+    """Raise UserError if two sources have one name or data set, or the shares do not add up to 1.
+
+    Names are those of folders, and some file systems do not tell capitals apart.
+    """
+    for one, other in itertools.combinations(mixture, 2):
+        names = f"{one.name} and {other.name}"
+        same_name = one.name.lower() == other.name.lower()
+        require(not same_name, f"mix has two sources of one name, {names}: rename one of them")
+        problem = f"mix has the data set {shown(one.dataset)} twice, as {names}"
+        fix = "name it once, with both shares together"
+        require(one.dataset != other.dataset, f"{problem}: {fix}")
+
     total = round(sum(source.share for source in mixture), 4)
     if not mixture or total == 1:
         return

@@ -23,7 +23,8 @@ tokens, of which only some are learned.
 
 Each source of a mixture (--mix) has a folder of its own, so it can be made again without the
 others: DATA_DIR/NAME, or without --data_dir that of a run on this source alone. All have the
-tokenizer of the first one, so a `bpe-N` learns from the first source.
+tokenizer of the first source. A `bpe-N` learns from it, and the other folders are named after it:
+data/mine-bpe-4096-of-stdlib.
 
 Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file.
 """
