@@ -224,7 +224,8 @@ SHORT = TrainConfig(max_steps=12, warmup_steps=2, lr=3e-3, decoupled_weight_deca
 
 def resumed(step: int, *flags: str) -> tuple[TrainConfig, list[str]]:
     """SHORT with other flags, and what is said where it resumes after `step`."""
-    (cfg,) = config.load([f"--{k}={v}" for k, v in asdict(SHORT).items()] + [*flags], TrainConfig)
+    same = [f"--{name}={value}" for name, value in asdict(SHORT).items() if value != []]
+    (cfg,) = config.load([*same, *flags], TrainConfig)
     start = resume.Start(Path("step"), {"step": step, **asdict(SHORT)}, "")
     return cfg, reporter.rate_note(cfg, start)
 
