@@ -23,6 +23,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -323,11 +324,12 @@ class TrainConfig:
     lora_targets: str = "all"  # layers that get one: Wqkv,out_proj,up_proj,down_proj
     lora_last_blocks: int = 0  # give adapters to the last n blocks only (0 = all blocks)
     lora_train: str = ""  # train these, too: norms, biases, or norms,biases
-    # --- data
+    # --- data: one data set, or a mixture, --mix='NAME SHARE DATASET' for each source
     dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet, MDS), of the Hub: allenai/c4:en
+    mix: list[str] = dataclasses.field(default_factory=list)  # as 'c4 0.7 allenai/c4:en'
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
-    max_tokens: int = 0  # prepare at most this many training tokens (0 = all of them)
+    max_tokens: int = 0  # prepare at most this many training tokens (0 = all), of each source
     val_fraction: float = 0.005  # share of the documents kept for validation
     # --- data: prompts and responses; see text/chat.py
     data_format: Literal["text", "chat"] = "text"  # chat: prompts and responses, in .jsonl lines
@@ -393,6 +395,8 @@ class TrainConfig:
         require(self.warmup_steps < self.max_steps, steps)
         self.check_adapters()
         self.check_chat()
+        both = sources(self.mix) and self.dataset != TrainConfig.dataset
+        require(not both, "dataset and mix both say what to train on: remove one of them")
 
     def check_chat(self) -> None:
         """Raise UserError if the settings of prompts and responses contradict others."""
@@ -460,6 +464,69 @@ def listed(name: str, text: str, known) -> list[str]:
         hint = f"did you mean {closest[0]!r}? It can be" if closest else "expected"
         raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
     return words
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of a mixture."""
+
+    name: str
+    share: float  # of the samples, to four decimals
+    dataset: str
+
+
+def sources(mix: list[str]) -> list[Source]:
+    """The sources of `mix`: ["c4 0.7 allenai/c4:en", "mine 0.3 my/*.txt"] and so on.
+
+    Raises UserError.
+    """
+    mixture = [source_of(line) for line in mix]
+    check_mixture(mixture)
+    return mixture
+
+
+def source_of(line: str) -> Source:
+    """The source that a line of `mix` describes. Raises UserError.
+
+    The data set comes last, so it may hold any character.
+    """
+    words = line.split(None, 2)
+    example = "--mix='c4 0.7 allenai/c4:en'"
+    require(len(words) == 3, f"mix takes NAME SHARE DATASET, as {example}, not {shown(line)}")
+    name, share, dataset = words
+
+    problem = f"mix has a source {shown(name)}"
+    is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", name)
+    require(is_name, f"{problem}: name it with up to 40 letters, digits, _ and -")
+
+    is_number = re.fullmatch(r"0|1(\.0*)?|0?\.[0-9]{1,4}", share)
+    fix = "write a number of at most four decimals, as 0.7"
+    require(is_number, f"{problem} with the share {shown(share)}: {fix}")
+    require(float(share), f"{problem} with the share 0: remove it, or give it a share")
+    return Source(name, float(share), os.path.expanduser(dataset.strip()))
+
+
+def check_mixture(mixture: list[Source]) -> None:
+    """Raise UserError if two sources have one name or data set, or the shares do not add up to 1.
+
+    Names are those of folders, and some file systems do not tell capitals apart.
+    """
+    for one, other in itertools.combinations(mixture, 2):
+        names = f"{one.name} and {other.name}"
+        same_name = one.name.lower() == other.name.lower()
+        require(not same_name, f"mix has two sources of one name, {names}: rename one of them")
+        problem = f"mix has the data set {shown(one.dataset)} twice, as {names}"
+        fix = "name it once, with both shares together"
+        require(one.dataset != other.dataset, f"{problem}: {fix}")
+
+    total = round(sum(source.share for source in mixture), 4)
+    if not mixture or total == 1:
+        return
+    scaled = [round(source.share / total, 4) for source in mixture]
+    largest = scaled.index(max(scaled))
+    scaled[largest] = round(scaled[largest] + 1 - sum(scaled), 4)
+    fix = ", ".join(f"{source.name} {n:g}" for source, n in zip(mixture, scaled, strict=True))
+    raise UserError(f"the shares of mix add up to {total:g}, not 1: write {fix}")
 
 
 def check_run_dir(run_dir: str) -> None:
@@ -613,6 +680,9 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
         changed = {key for key in settings if settings[key] != values.get(key)}
         if changed & (of_a_run - SAME_RESULT):
             values.pop("expect", None)  # of the settings before
+        for name, other in (("dataset", "mix"), ("mix", "dataset")):
+            if name in settings:
+                values.pop(other, None)  # one replaces the other
         values |= settings
     return result + [filled(cls, values) for cls in classes]
 

@@ -14,6 +14,10 @@ epoch.
 Where does a resumed run continue? No data position is saved. A checkpoint holds its step, and
 `Split.batch(seed, step, ...)` returns the rows that an uninterrupted run reads at that step.
 
+In a mixture of sources (--mix) a fixed schedule says from which source a sample is, and which of
+that source's own samples it is. The latter takes the place of `sample` above, so each source has
+epochs of its own: see `Mixture`.
+
 The shards are made by text/prepare.py. Prompts and responses (data_format=chat, text/chat.py) come
 as whole rows of max_seq_len tokens, one window each, of which only some tokens are learned: see
 `inputs_and_labels`.
@@ -28,13 +32,16 @@ data set and see what it holds. `--export_mds=OUT` writes it for MosaicML's Stre
 """
 
 import hashlib
+import math
 import os
 import platform
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -145,9 +152,10 @@ class Split:
         arguments: nothing is remembered between calls, so a resumed run asks for its step and
         continues where it was. See the formula at the top of this file.
         """
-        n_rows = global_batch_size // dp_size  # of this rank
-        first_sample = step * global_batch_size + dp_rank * n_rows
-        samples = first_sample + np.arange(n_rows)  # counted from the start of the run
+        return self.rows(seed, samples_of(step, global_batch_size, dp_rank, dp_size))
+
+    def rows(self, seed: int, samples: np.ndarray) -> np.ndarray:
+        """The rows of these samples, (len(samples), seq_len + 1) int64."""
         epochs, positions = np.divmod(samples, len(self))
 
         window_ids = np.empty_like(positions)
@@ -157,27 +165,126 @@ class Split:
         return self.windows(window_ids)
 
 
+class Mixture:
+    """Several sources, each read as often as its share says.
+
+    The schedule of `schedule` repeats: with the shares 0.5, 0.3 and 0.2,
+
+        sample                  0  1  2  3  4  5  6  7  8  9     10 11 ...
+        source                  0  1  0  2  0  1  0  1  0  2      0  1 ...
+        sample of the source    0  0  1  0  2  1  3  2  4  1      5  3 ...
+    """
+
+    def __init__(self, splits: list[Split], shares: list[float]):
+        self.splits = splits
+        self.sources, self.numbers = schedule(shares)
+        self.counts = np.bincount(self.sources)  # samples of each source in one schedule
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sample, and which of that source's samples it is. Both int64."""
+        schedules, places = np.divmod(samples, len(self.sources))
+        sources = self.sources[places]
+        return sources, schedules * self.counts[sources] + self.numbers[places]
+
+    def batch(
+        self, seed: int, step: int, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> np.ndarray:
+        """The rows of one data-parallel rank at one step, as of `Split.batch`."""
+        samples = samples_of(step, global_batch_size, dp_rank, dp_size)
+        sources, numbers = self.locate(samples)
+        rows = np.empty((len(samples), self.splits[0].seq_len + 1), np.int64)
+        for index, split in enumerate(self.splits):
+            own = sources == index
+            rows[own] = split.rows(seed, numbers[own])
+        return rows
+
+
+def schedule(shares: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each sample, and the number of samples of that source before it. Both int64.
+
+    shares: to four decimals, so after at most 10,000 samples each source has had exactly its share.
+
+    Each sample is from the source that would be the first to fall behind, of those that are not
+    ahead: the earliest deadline first (Liu and Layland, 1973). With this rule every deadline is
+    kept. So of the first n samples a source with the share p has floor(p n) or ceil(p n), and of
+    any samples in a row less than 2 more or fewer than its share. (That less than 1 is possible for
+    all n is Tijdeman's answer to the chairman assignment problem, 1980.)
+    """
+    parts = [round(10_000 * share) for share in shares]
+    divisor = math.gcd(*parts)
+    parts = [part // divisor for part in parts]
+    length = sum(parts)
+    counts = [0] * len(parts)
+    sources = np.empty(length, np.int64)
+    numbers = np.empty(length, np.int64)
+
+    def deadline(k: int) -> int:
+        """Of the first so many samples, one more must be from source k: ceil((count + 1) / p)."""
+        return -(-(counts[k] + 1) * length // parts[k])
+
+    for n in range(length):
+        not_ahead = [k for k, part in enumerate(parts) if counts[k] * length < (n + 1) * part]
+        source = min(not_ahead, key=deadline)
+        sources[n] = source
+        numbers[n] = counts[source]
+        counts[source] += 1
+    return sources, numbers
+
+
+def samples_of(step: int, global_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
+    """The samples of one data-parallel rank at one step, counted from the start of the run."""
+    n_rows = global_batch_size // dp_size  # of this rank
+    first_sample = step * global_batch_size + dp_rank * n_rows
+    return first_sample + np.arange(n_rows)
+
+
 def n_evaluated(split, eval_tokens: int) -> int:
     """How many windows of a split one evaluation reads: eval_tokens at most, but one at least."""
     return max(1, min(len(split), eval_tokens // split.seq_len))
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> Path:
-    """The checked data folder of a training run: see text/prepare.py. Rank 0 alone calls it."""
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> list[Path]:
+    """The checked data folders of a training run: see text/prepare.py. Rank 0 alone calls it.
+
+    One, or that of each source of a mixture.
+    """
     from text import prepare  # here, since the other ranks do without
 
-    return prepare.open_or_prepare(cfg, max_seq_len)
+    if cfg.mix:
+        return prepare.of_mixture(prepare.open_or_prepare, cfg, max_seq_len)
+    return [prepare.open_or_prepare(cfg, max_seq_len)]
+
+
+class Part(NamedTuple):
+    """A data folder as a run uses it, cut into windows of max_seq_len tokens."""
+
+    name: str  # of the source; empty without a mixture
+    share: float  # of the samples; 1 without a mixture
+    folder: Path
+    train: Split
+    val: Split
 
 
 class Dataset:
-    """A prepared data set as a run uses it: both splits, cut into windows of max_seq_len tokens."""
+    """The data of a run: one prepared folder, or one for each source of a mixture."""
 
-    def __init__(self, folder: Path, model_cfg: config.MPTConfig):
+    def __init__(self, folders: list[Path], model_cfg: config.MPTConfig, mix: Sequence[str] = ()):
         """UserError if an id exceeds the model's vocabulary, or a split is less than one window."""
-        self.folder = folder
-        self.train = Split(folder, "train", model_cfg.max_seq_len)
-        self.val = Split(folder, "val", model_cfg.max_seq_len)
-        self.fingerprint = read_summary(folder)["fingerprint"]
+        length = model_cfg.max_seq_len
+        sources = config.sources(mix) or [config.Source("", 1.0, "")]
+        self.parts = [
+            Part(s.name, s.share, f, Split(f, "train", length), Split(f, "val", length))
+            for s, f in zip(sources, folders, strict=True)
+        ]
+        fingerprints = [read_summary(folder)["fingerprint"] for folder in folders]
+        self.train = self.parts[0].train
+        self.fingerprint = fingerprints[0]
+        if mix:
+            shares = [part.share for part in self.parts]
+            self.train = Mixture([part.train for part in self.parts], shares)
+            self.fingerprint = " + ".join(map("{:g} of {}".format, shares, fingerprints))
+
+        folder = folders[0]  # all have the same tokenizer
         self.tokenizer_file = folder / "tokenizer.json"  # not there for bytes and GPT-2's
         # The id between packed documents, if the model keeps them apart.
         self.separator = None
@@ -186,14 +293,15 @@ class Dataset:
 
             name = read_summary(folder)["tokenizer"]
             self.separator = tokenizer.load(name, self.tokenizer_file).eot
-        n_ids = self.train.vocab_size
+        n_ids = self.parts[0].train.vocab_size
         problem = f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {folder}"
         require(n_ids <= model_cfg.vocab_size, f"{problem}: raise it")
 
     @property
     def epoch_tokens(self) -> int:
-        """Tokens of an epoch."""
-        return len(self.train) * self.train.seq_len
+        """Tokens of an epoch; 0 with a mixture, where each source has epochs of its own."""
+        (name, _, _, train, _), *_ = self.parts
+        return 0 if name else len(train) * train.seq_len
 
     def batches(self, steps, cfg: TrainConfig, world):
         """Yield (step, rows), rows (B, T + 1) on this rank's device, for each of the `steps`.
@@ -335,16 +443,33 @@ class DataArgs:
 
 def main(argv) -> None:
     """Prepare a data set, then print what it holds and how fast one thread reads it."""
-    from text import mds, tokenizer
-    from text.prepare import prepare
+    from text.prepare import of_mixture, prepare
 
     model_cfg, cfg, args = config.load(argv, config.MPTConfig, TrainConfig, DataArgs)
     require(
-        not args.export_mds or cfg.data_format == "text",
-        "--export_mds writes documents, and MDS has no form for prompts and responses: "
-        "set --data_format=text",
+        not args.export_mds or (cfg.data_format == "text" and not cfg.mix),
+        "--export_mds takes the documents of one data set: set --data_format=text, "
+        "and export the sources of a mixture one by one",
     )
+    if cfg.mix:
+        folders = of_mixture(prepare, cfg, os.cpu_count(), model_cfg.max_seq_len)
+        for source, folder in zip(config.sources(cfg.mix), folders, strict=True):
+            print(f"{source.name}, {source.share:g} of the samples:")
+            describe(folder, cfg, model_cfg)
+        return
+
     folder = prepare(cfg, os.cpu_count(), model_cfg.max_seq_len)
+    loaded = describe(folder, cfg, model_cfg)
+    if args.export_mds:
+        from text import mds
+
+        mds.export(folder, Path(args.export_mds), model_cfg.max_seq_len, loaded)
+
+
+def describe(folder: Path, cfg: TrainConfig, model_cfg: config.MPTConfig):
+    """Print what a data folder holds and how fast one thread reads it. Returns its tokenizer."""
+    from text import tokenizer
+
     for name in ("train", "val"):
         split = Split(folder, name, model_cfg.max_seq_len)
         n_documents = split.count("documents")
@@ -370,8 +495,7 @@ def main(argv) -> None:
     begin = rows[-1][:40]
     print("   ", repr(loaded.decode(plain_ids(begin))))
     print(folder)
-    if args.export_mds:
-        mds.export(folder, Path(args.export_mds), model_cfg.max_seq_len, loaded)
+    return loaded
 
 
 if __name__ == "__main__":

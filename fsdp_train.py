@@ -59,8 +59,8 @@ def main(argv) -> None:
     processes.rank_zero_decides(lease.take)
 
     # data
-    folder = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
-    dataset = data.Dataset(folder, model_cfg)
+    folders = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
+    dataset = data.Dataset(folders, model_cfg, cfg.mix)
     evaluator = Evaluator(model_cfg, cfg, world, dataset)
 
     # where to begin: at the newest sound checkpoint, or at step 0
@@ -207,7 +207,7 @@ class Evaluator:
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig, world, dataset: data.Dataset):
         """UserError if a task or a tokenizer is missing: now, not hours later."""
-        self.world, self.val = world, dataset.val
+        self.world, self.parts = world, dataset.parts
         self.tasks, self.tokenizer = [], None
         if cfg.icl_interval:
             from evaluation import zero_shot  # here, since most runs do without
@@ -224,14 +224,32 @@ class Evaluator:
     def evaluate(self, done: int, cadence: Cadence, model, cfg, precision: str, log) -> None:
         """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
         if cadence.evaluation_due(done):
-            loss = evaluate(model, self.val, cfg, self.world, precision)
-            bits = runlog.bits_per_byte(loss, self.val.learned, self.val.text_bytes)
-            log.row({"step": done, "val_loss": loss, "val_bits_per_byte": bits})
+            log.row({"step": done} | self.validate(model, cfg, precision))
         if cadence.tasks_due(done):
             from evaluation import zero_shot
 
             scores = zero_shot.evaluate(model, self.tokenizer, self.tasks, self.world, precision)
             log.row({"step": done, "icl": scores})
+
+
+    def validate(self, model, cfg, precision: str) -> dict:
+        """Validation loss and bits per byte. A collective.
+
+        With a mixture: those of the sources, weighted by their shares of tokens and bytes. Each
+        source is evaluated on as many tokens as the others.
+        """
+        cfg_of_one = replace(cfg, eval_tokens=cfg.eval_tokens // len(self.parts))
+        bytes_per_token = sum(p.share * p.val.text_bytes / p.val.learned for p in self.parts)
+        losses = {}
+        mean_loss = mean_bits = 0.0
+        for name, share, _, _, val in self.parts:
+            loss = evaluate(model, val, cfg_of_one, self.world, precision)
+            losses[name] = loss
+            mean_loss += share * loss
+            share_of_bytes = share * val.text_bytes / val.learned / bytes_per_token
+            mean_bits += share_of_bytes * runlog.bits_per_byte(loss, val.learned, val.text_bytes)
+        by_source = {"val_loss_by_source": losses} if cfg.mix else {}
+        return {"val_loss": mean_loss, "val_bits_per_byte": mean_bits} | by_source
 
 
 @torch.no_grad()

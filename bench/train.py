@@ -39,7 +39,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -368,10 +368,10 @@ class Row:
         """Settings without a column of their own that differ from their defaults: `a=1 b=2`."""
         changed = []
         for part in (self.model_cfg, self.cfg):
-            for field in fields(part):
-                value = getattr(part, field.name)
-                if field.name not in columns and value != field.default:
-                    changed.append(f"{field.name}={value}")
+            for name, default in vars(type(part)()).items():
+                value = getattr(part, name)
+                if name not in columns and value != default:
+                    changed.append(f"{name}={value}")
         return " ".join(changed)
 
     def is_like(self, line: dict) -> bool:

@@ -74,6 +74,8 @@ def text_of(run: str, max_seq_len: int) -> tuple[data.Split, TrainConfig]:
     UserError if the run is no run of this project, or its data are not there.
     """
     meta = checkpoint.read_meta(checkpoint.find(run))
+    fix = "give a BASE that was trained on one data set"
+    require(not meta.get("mix"), f"{run} was trained on a mixture: {fix}")
     names = ("dataset", "tokenizer", "data_dir", "eval_tokens", "microbatch_size")
     cfg = config.from_dict(TrainConfig, {name: meta[name] for name in names}, run)
     folder = Recipe(cfg).folder

@@ -147,13 +147,13 @@ def train_cell(cell: Cell) -> dict:
     begin, used = time.perf_counter(), time.process_time()
     model_cfg, cfg = cell.model, cell.train
     world = processes.World(0, 1, 0, 1, torch.device("cpu"))
-    dataset = data.Dataset(Recipe(cfg).folder, model_cfg)
+    dataset = data.Dataset([Recipe(cfg).folder], model_cfg)
     model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
     for step, rows in dataset.batches(range(cfg.max_steps), cfg, world):
         train_loss, _, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
     require(bool(train_loss.isfinite()), f"the loss of {cell} is not finite: lower its lr")
 
-    documents = read_held_out(model.eval(), dataset.val)
+    documents = read_held_out(model.eval(), dataset.parts[0].val)
     right = answer_questions(model, world)
     tokens = cfg.max_steps * cfg.global_batch_size * SEQ_LEN
     return {

@@ -215,7 +215,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         *describe_adapters(cfg, n_trained, n_params),
         f"{world.global_size} x {devices.describe(world.device)}, {mesh}, {precision} ({reason}), "
         f"{speed}",
-        describe_data(dataset, cfg),
+        *describe_data(dataset, cfg),
         f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
@@ -238,7 +238,8 @@ def next_line(model_cfg: MPTConfig, cfg: TrainConfig, dataset, start) -> str:
     words = "initializing the weights" if draws else "reading the weights"
     if start.step > 0:
         return words
-    n_windows = data.n_evaluated(dataset.val, cfg.eval_tokens)
+    eval_tokens = cfg.eval_tokens // len(dataset.parts)
+    n_windows = sum(data.n_evaluated(part.val, eval_tokens) for part in dataset.parts)
     n_steps = math.ceil(n_windows / cfg.global_batch_size / 3)  # a forward is a third of a step
     return (
         f"{words}, then a first evaluation of {n_windows * model_cfg.max_seq_len:,} tokens, which "
@@ -296,14 +297,20 @@ def least_time(
     )
 
 
-def describe_data(dataset, cfg: TrainConfig) -> str:
-    """The folder, its tokens, the epochs if there are several, how rows of a chat were made."""
-    train = dataset.train
-    words = train.describe_rows() if train.has_rows else f"{train.tokens:,} training tokens"
-    epochs = cfg.max_steps * cfg.global_batch_size / len(train)
-    if epochs >= 1.05:
-        words += f"; the run makes {epochs:,.{1 if epochs < 10 else 0}f} epochs"
-    return f"{dataset.folder}: {words}"
+def describe_data(dataset, cfg: TrainConfig) -> list[str]:
+    """The folder, its tokens, the epochs if there are several, how rows of a chat were made.
+
+    A line for each source of a mixture.
+    """
+    lines = []
+    for name, share, folder, train, _ in dataset.parts:
+        words = train.describe_rows() if train.has_rows else f"{train.tokens:,} training tokens"
+        epochs = share * cfg.max_steps * cfg.global_batch_size / len(train)
+        if epochs >= 1.05:
+            words += f"; the run makes {epochs:,.{1 if epochs < 10 else 0}f} epochs"
+        head = f"{name}, {share:g} of the samples, " if name else ""
+        lines.append(f"{head}{folder}: {words}")
+    return lines
 
 
 def trained_parameters(model_cfg: MPTConfig, cfg: TrainConfig) -> int:
@@ -333,13 +340,18 @@ def describe_adapters(cfg: TrainConfig, n_trained: int, n_params: int) -> list[s
 
 def batch_warning(cfg: TrainConfig, world, dataset) -> list[str]:
     """If the data has fewer windows than a batch, a step reads some repeatedly."""
-    n_windows, batch = len(dataset.train), cfg.global_batch_size
-    if batch <= n_windows:
-        return []
-    fitting = n_windows - n_windows % world.dp_size
-    fix = f"lower --global_batch_size to {fitting}, or use" if fitting else "use"
-    what = f"all {n_windows:,} windows" if n_windows > 1 else "the only window"
-    return [f"WARNING: a step reads {what} {batch / n_windows:.3g} times: {fix} more text"]
+    lines = []
+    for name, share, _, train, _ in dataset.parts:
+        n_windows, rows = len(train), share * cfg.global_batch_size
+        if rows <= n_windows:
+            continue
+        batch = int(n_windows / share)
+        fitting = batch - batch % world.dp_size
+        fix = f"lower --global_batch_size to {fitting}, or use" if fitting else "use"
+        what = f"all {n_windows:,} windows" if n_windows > 1 else "the only window"
+        what += f" of {name}" * bool(name)
+        lines.append(f"WARNING: a step reads {what} {rows / n_windows:.3g} times: {fix} more text")
+    return lines
 
 
 def team_warning(cfg: TrainConfig, world) -> list[str]:

@@ -7,7 +7,8 @@
     runs/demo/metrics.jsonl    one row per step: step tokens loss lr grad_norm batch_hash skipped
                                tokens_per_second mfu memory_gb seconds slowest_rank slowest_by (the
                                straggler's time outside collectives / that of the fastest rank),
-                               and one per evaluation: step val_loss val_bits_per_byte,
+                               and one per evaluation: step val_loss val_bits_per_byte
+                               (with a mixture val_loss_by_source {name: loss}, too),
                                or step icl {task: figures}
     runs/demo/hugging_face/    of imported weights: what export writes again, such as end tokens
     runs/demo/checkpoints/     see checkpoint.py
@@ -63,6 +64,7 @@ COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some
     "slowest_by": float,
     "val_loss": float,
     "val_bits_per_byte": float,
+    "val_loss_by_source": dict,
     "icl": dict,
 }
 TASK_FIGURES = dict.fromkeys("foundry foundry_stderr chance acc nats_per_token".split(), float)
@@ -331,6 +333,9 @@ def fault(row: dict) -> str:
     wrong = files.wrong_type(row, COLUMNS)
     if wrong or min(row["step"], row.get("tokens", 0)) < 0:
         return wrong or "a count is negative"
+    losses = row.get("val_loss_by_source", {})
+    if wrong := files.wrong_type(losses, dict.fromkeys(losses, float)):
+        return wrong
     for task, figures in row.get("icl", {}).items():
         if not isinstance(figures, dict) or files.wrong_type(figures, TASK_FIGURES):
             return f"the figures of {files.shown(task)}"
@@ -372,7 +377,9 @@ def line(row: dict, max_steps: int, step_seconds: float | None = None) -> str:
     head = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
     if "val_loss" in row:
         bits = f"{row['val_bits_per_byte']:.3f} bits per byte"
-        return f"{head}  validation loss {row['val_loss']:.4f}  {bits}"
+        losses = row.get("val_loss_by_source", {}).items()
+        by_source = "".join(f"  {name} {loss:.4f}" for name, loss in losses)
+        return f"{head}  validation loss {row['val_loss']:.4f}  {bits}{by_source}"
     if "icl" in row:
         return "  ".join([head, *(task_line(*task) for task in row["icl"].items())])
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"

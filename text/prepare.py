@@ -21,6 +21,11 @@ On a file system without locks each makes the same files, under temporary names 
 Prompts and responses (data_format=chat, text/chat.py) are prepared as whole rows of max_seq_len
 tokens, of which only some are learned.
 
+Each source of a mixture (--mix) has a folder of its own, so it can be made again without the
+others: DATA_DIR/NAME, or without --data_dir that of a run on this source alone. All have the
+tokenizer of the first source. A `bpe-N` learns from it, and the other folders are named after it:
+data/mine-bpe-4096-of-stdlib.
+
 Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file.
 """
 
@@ -40,6 +45,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+import config
 import program
 from config import TrainConfig
 from program import UserError, require
@@ -74,17 +80,29 @@ class Recipe:
     """What the tokens of a run are made from, and in which folder they belong.
 
     max_seq_len: tokens of a row of prompts and responses (data_format=chat). Text needs none.
+    source: its name in a mixture, whose data set is then cfg.dataset: see `each_source`.
     """
 
     cfg: TrainConfig
     max_seq_len: int = 0
+    source: str = ""
+
+    @functools.cached_property
+    def first(self) -> "Recipe | None":
+        """The recipe of the mixture's first source, whose tokenizer this other source takes."""
+        if not self.cfg.mix:
+            return None
+        (cfg, name), *_ = each_source(self.cfg)
+        return None if name == self.source else Recipe(cfg, self.max_seq_len, name)
 
     @functools.cached_property
     def folder(self) -> Path:
         """The folder of the shards: `--data_dir`, or data/DATASET-TOKENIZER."""
         if self.cfg.data_dir:
-            return Path(self.cfg.data_dir)
+            return Path(self.cfg.data_dir) / self.source
         names = [self.cfg.dataset, tokenizers.canonical(self.cfg.tokenizer)]
+        if self.first and names[1].startswith("bpe"):
+            names += ["of", self.first.cfg.dataset]
         plain_names = [re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for name in names]
         return Path("data") / "-".join(plain_names)
 
@@ -138,9 +156,12 @@ class Recipe:
             saved = made_with.get(key)
             if saved != value:
                 flag = f"--{key}={program.one_line(saved)}"
+                fix = f"set {program.shell(flag)}"
+                if self.source and key == "dataset":
+                    fix = "delete that folder if no run needs it"
                 raise UserError(
-                    f"{self.folder} was made with {flag}, not {value}: set {program.shell(flag)}, "
-                    "or another --data_dir"
+                    f"{self.folder} was made with {flag}, not {value}: {fix}, "
+                    "or set another --data_dir"
                 )
 
     def changed_files(self, summary: dict) -> list[str]:
@@ -163,24 +184,60 @@ class Recipe:
         return changed
 
     def tokenizer_changed(self) -> bool:
-        """Is a tokenizer.json that the settings name another one than its copy in the folder?"""
+        """Is a tokenizer.json that the settings name another one than its copy in the folder?
+
+        Or that of a mixture's first source another one than here?
+        """
+        copy = self.folder / "tokenizer.json"
+        if of_first := self.tokenizer_of_first():
+            return not copy.exists() or files.read_bytes(copy) != files.read_bytes(of_first)
         name = self.cfg.tokenizer
         if not (name.endswith(".json") and os.path.exists(name)):
             return False
-        if not (self.folder / "tokenizer.json").exists():
+        if not copy.exists():
             return True
-        copy = files.read_bytes(self.folder / "tokenizer.json")
+        content = files.read_bytes(copy)
         # The second question is for a vocab.json, from which a tokenizer.json is made.
-        return files.read_bytes(name) != copy and tokenizers.load(name).content != copy
+        return files.read_bytes(name) != content and tokenizers.load(name).content != content
+
+    def tokenizer_of_first(self) -> Path | None:
+        """The tokenizer.json of the mixture's first source, if this is another and there is one."""
+        path = self.first and self.first.folder / "tokenizer.json"
+        return path if path and path.exists() else None
 
     def command(self) -> str:
-        """The command that makes the folder."""
+        """The command that makes the folder; all folders of a mixture."""
         flags = self.settings() | {"max_tokens": self.cfg.max_tokens, "data_dir": self.folder}
+        if self.source:
+            flags["data_dir"] = self.cfg.data_dir
+            del flags["dataset"]
         if self.max_seq_len:
             flags["max_seq_len"] = self.max_seq_len
         if self.cfg.init_from:  # which may have the tokenizer
             flags["init_from"] = self.cfg.init_from
-        return f"python data.py {program.shell(*(f'--{k}={v}' for k, v in flags.items()))}"
+        words = [f"--mix={line}" for line in self.cfg.mix]
+        words += [f"--{name}={value}" for name, value in flags.items()]
+        return f"python data.py {program.shell(*words)}"
+
+
+def each_source(cfg: TrainConfig) -> list[tuple[TrainConfig, str]]:
+    """(settings with its data set, name) of each source of a mixture, as Recipe takes them."""
+    sources = config.sources(cfg.mix)
+    return [(dataclasses.replace(cfg, dataset=s.dataset), s.name) for s in sources]
+
+
+def of_mixture(function, cfg: TrainConfig, *args) -> list[Path]:
+    """What `prepare` or `open_or_prepare` returns for each source of a mixture.
+
+    An error says of which.
+    """
+    folders = []
+    for of_source, name in each_source(cfg):
+        try:
+            folders.append(function(of_source, *args, source=name))
+        except UserError as error:
+            raise UserError(f"source {name} of the mixture: {error}") from error
+    return folders
 
 
 def has_enough(summary: dict, max_tokens: int) -> bool:
@@ -196,14 +253,14 @@ def has_enough(summary: dict, max_tokens: int) -> bool:
 # When a run begins
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = "") -> Path:
     """The checked data folder of a training run. One process calls it (global rank 0).
 
-    A small data set that is missing is prepared first. max_seq_len: as for `prepare`.
+    A small data set that is missing is prepared first. max_seq_len, source: as for `prepare`.
     Raises UserError for a large one, with the command that prepares it, and for a damaged folder or
     one made with other settings, or from files that have changed.
     """
-    recipe = Recipe(cfg, max_seq_len)
+    recipe = Recipe(cfg, max_seq_len, source)
     folder = recipe.folder
     summary = read_summary(folder)
     if summary:
@@ -212,7 +269,7 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
         require_all_tokens(recipe, summary)
     if not summary or not (has_enough(summary, cfg.max_tokens) or has_begun(cfg)):
         require_small(recipe, summary)
-        prepare(cfg, max_seq_len=max_seq_len)
+        prepare(cfg, max_seq_len=max_seq_len, source=source)
         summary = read_summary(folder)
     require(
         fingerprint(folder) == summary["fingerprint"],
@@ -284,13 +341,14 @@ def require_small(recipe: Recipe, summary: dict | None) -> None:
     state = f"no data set is in {folder} yet"
     if summary:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
-    now = "--dataset=stdlib --tokenizer=bpe-4096 (Python's own source)"
-    if not paths:  # it is on the Hub
-        now += f", or --max_tokens={FIRST_SLICE} (a first slice: {FIRST_SLICE_COST})"
+    now = ["--dataset=stdlib --tokenizer=bpe-4096 (Python's own source)"] * (not cfg.mix)
+    if not paths or cfg.mix:  # it is on the Hub
+        now.append(f"--max_tokens={FIRST_SLICE} (a first slice: {FIRST_SLICE_COST})")
     require(
         few_tokens or few_bytes,
         f"{state}, and all of it is too much, or of unknown size, to prepare while a run starts. "
-        f"To begin now, add to your command {now}. For all of it, first run: {recipe.command()}",
+        f"To begin now, add to your command {', or '.join(now)}. "
+        f"For all of it, first run: {recipe.command()}",
     )
 
 
@@ -298,16 +356,17 @@ def require_small(recipe: Recipe, summary: dict | None) -> None:
 # Making
 
 
-def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0) -> Path:
+def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0, source: str = "") -> Path:
     """Make the token shards of `cfg.dataset` unless they are complete. Returns their folder.
 
     workers: processes that encode. The files do not depend on it.
     max_seq_len: tokens of a row of prompts and responses (data_format=chat). Text needs none.
+    source: which one of a mixture cfg.dataset is: see `of_mixture`.
     If another process prepares the folder, this one waits for it.
     Raises UserError if the data set cannot be read or holds too little text, or if the folder
     was made with other settings.
     """
-    recipe = Recipe(cfg, max_seq_len)
+    recipe = Recipe(cfg, max_seq_len, source)
     folder = recipe.folder
     if is_made(recipe, read_summary(folder)):
         return folder
@@ -344,10 +403,11 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
         make_unfinished(recipe, summary)
     if ignored := corpus.left_out(cfg.dataset):
         print(f"dataset={cfg.dataset}{ignored}", file=sys.stderr, flush=True)
-    tokenizer = make_tokenizer(cfg, folder)
+    tokenizer = make_tokenizer(recipe)
     n_chunks, train_tokens = encode_dataset(recipe, tokenizer, workers)
     remove_shards_from(folder, n_chunks)
-    require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
+    fix = "name another one"
+    require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text, {fix}")
     if recipe.row_format:
         require_learned_tokens(recipe)
     require(
@@ -380,14 +440,19 @@ def make_unfinished(recipe: Recipe, summary: dict) -> None:
     (recipe.folder / "dataset.json").unlink(missing_ok=True)
 
 
-def make_tokenizer(cfg: TrainConfig, folder: Path):
+def make_tokenizer(recipe: Recipe):
     """The tokenizer of a data folder. Its file, if it has one, is put into the folder first.
 
     A `bpe-N` is that of the run to start from (init_from), or trained on the first documents of the
-    data set, unless the folder has one already.
+    data set, unless the folder has one already. Of a mixture, the first source has it.
     """
+    cfg = recipe.cfg
     name = tokenizers.canonical(cfg.tokenizer)
-    path = folder / "tokenizer.json"
+    path = recipe.folder / "tokenizer.json"
+
+    if of_first := recipe.tokenizer_of_first():
+        files.write_atomically(path, files.read_bytes(of_first))
+        return tokenizers.load(name, path)
 
     if name.endswith(".json") and (os.path.exists(name) or not path.exists()):
         # Later runs read this copy: the original may be moved.

@@ -177,13 +177,14 @@ def test_a_step_after_which_something_happens_is_always_shown():
 
 def test_data_that_is_read_several_times_is_pointed_out(tiny_data):
     """In an epoch that is usual; in a step it is not. What the warning advises ends it."""
-    dataset = data.Dataset(tiny_data, MPTConfig(max_seq_len=8192, vocab_size=257))
+    dataset = data.Dataset([tiny_data], MPTConfig(max_seq_len=8192, vocab_size=257))
     n = len(dataset.train)
 
     def lines(batch, dp_size, max_steps=1):
         cfg = TrainConfig(global_batch_size=batch, max_steps=max_steps)
         world = World(0, dp_size, 0, dp_size, CPU, 0, dp_size)
-        return reporter.describe_data(dataset, cfg), reporter.batch_warning(cfg, world, dataset)
+        (line,) = reporter.describe_data(dataset, cfg)
+        return line, reporter.batch_warning(cfg, world, dataset)
 
     assert n > 4
     assert "epochs" not in lines(n, 1)[0] and not lines(n, 1)[1]
@@ -223,7 +224,8 @@ SHORT = TrainConfig(max_steps=12, warmup_steps=2, lr=3e-3, decoupled_weight_deca
 
 def resumed(step: int, *flags: str) -> tuple[TrainConfig, list[str]]:
     """SHORT with other flags, and what is said where it resumes after `step`."""
-    (cfg,) = config.load([f"--{k}={v}" for k, v in asdict(SHORT).items()] + [*flags], TrainConfig)
+    same = [f"--{name}={value}" for name, value in asdict(SHORT).items() if value != []]
+    (cfg,) = config.load([*same, *flags], TrainConfig)
     start = resume.Start(Path("step"), {"step": step, **asdict(SHORT)}, "")
     return cfg, reporter.rate_note(cfg, start)
 

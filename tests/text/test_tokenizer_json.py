@@ -100,7 +100,8 @@ def test_a_pair_gives_the_ids_of_transformers(more, tmp_path):
     assert found.encode_special(spoken).tolist() == theirs.encode(spoken)
     assert found.eot == theirs.convert_tokens_to_ids(END_OF_TEXT)
     (tmp_path / "data").mkdir()
-    copy = prepare.make_tokenizer(TrainConfig(tokenizer=found.name), tmp_path / "data")
+    cfg = TrainConfig(tokenizer=found.name, data_dir=str(tmp_path / "data"))
+    copy = prepare.make_tokenizer(prepare.Recipe(cfg))
     assert copy.fingerprint == found.fingerprint
 
 
