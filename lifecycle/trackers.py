@@ -164,9 +164,9 @@ def read_record(path: Path) -> Record:
 
 
 # -------------------------------------------------------------------------------------------------
-# The trackers. Each is made of (run, record, settings), where settings is None if it has them; it
-# corrects record.step if it knows better, and has `where`, send([(step, numbers), ...]) and close().
-# `lag`: so many seconds after `send` a step has arrived, whatever is killed
+# The trackers. Each is made of (run, record, settings), where settings is None if it has them, and
+# corrects record.step if it knows better. `send` takes [(step, numbers), ...]; after `lag` seconds
+# they have arrived, whatever is killed. `where`: how a person finds the curve.
 
 
 class TensorBoard:
@@ -363,7 +363,7 @@ class Feeder:
         settings = None if record.has_settings else files.read_json(self.run / "config.json")
         try:
             self.tracker = KINDS[self.name](self.run, record, settings)
-            record.has_settings = record.is_open = True
+            record.is_open = True
         finally:
             record.save(self.path)  # the id, even if the tracker failed later
         self.sent = record.step
@@ -388,13 +388,14 @@ class Feeder:
         while self.under_way and time.monotonic() - self.under_way[0][1] >= lag:
             self.record.step, _ = self.under_way.popleft()
         if self.record.step > before:
+            self.record.has_settings = True
             self.record.save(self.path)
 
     def finish(self) -> None:
         self.send()
         self.tracker.close()
+        self.note_arrived(0)
         self.record.is_open = False
-        self.record.step = self.sent
         self.record.save(self.path)
 
 
@@ -470,7 +471,7 @@ def main(argv) -> None:
         for feeder in feeders:
             feeder.feed(ended)
     if any(feeder.failing for feeder in feeders):
-        raise SystemExit(1)
+        raise SystemExit(2)
 
 
 if __name__ == "__main__":
