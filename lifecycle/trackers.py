@@ -55,9 +55,15 @@ SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the names of environment
 # In the run
 
 
+def names_of(track: str) -> list[str]:
+    """The trackers in a setting such as "wandb,mlflow"."""
+    chosen = config.listed("track", track, TRACKERS)
+    return [name for name in TRACKERS if name in chosen]
+
+
 def require_installed(track: str) -> None:
     """UserError unless the libraries of these trackers are installed. Imports none of them."""
-    for name in config.listed("track", track, TRACKERS):
+    for name in names_of(track):
         found = importlib.util.find_spec(MODULES.get(name, name))
         is_package = found and found.origin  # a folder wandb/, which W&B makes, has no origin
         fix = f"pip install {PACKAGES.get(name, name)}"
@@ -73,7 +79,7 @@ def fed(run_dir: str, track: str):
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     feeders = []
-    for name in config.listed("track", track, TRACKERS):
+    for name in names_of(track):
         command = [sys.executable, "-m", "lifecycle.trackers", run_dir, f"--track={name}"]
         options = {"env": os.environ | {"PYTHONPATH": path}, "start_new_session": True}  # no Ctrl-C
         feeder = subprocess.Popen([*command, "--follow"], stdin=subprocess.PIPE, **options)
@@ -329,10 +335,8 @@ class Feeder:
         self.run_dir, self.name, self.say = run_dir, name, say
         self.run = Path(run_dir).resolve()
         self.path = self.run / "trackers" / f"{name}.json"
-        self.steps = Steps(self.run)
         self.tracker = None
         self.failing = False  # and has said so
-        self.sent = -1  # the last step
         self.under_way = collections.deque()  # (step, when it was sent)
 
     def feed(self, ended: threading.Event) -> None:
@@ -356,7 +360,7 @@ class Feeder:
 
     def fix(self) -> str:
         command = program.shell("python", "-m", "lifecycle.trackers", self.run_dir)
-        return f"metrics.jsonl has all; a later try sends it, or {command} --track={self.name}"
+        return f"metrics.jsonl keeps it; {command} --track={self.name} sends what is missing"
 
     def connect(self) -> None:
         self.record = record = read_record(self.path)
@@ -366,7 +370,7 @@ class Feeder:
             record.is_open = True
         finally:
             record.save(self.path)  # the id, even if the tracker failed later
-        self.sent = record.step
+        self.sent, self.steps = record.step, Steps(self.run)
         self.under_way.clear()
         self.say(f"{self.name}: {self.tracker.where}")
 
@@ -400,14 +404,18 @@ class Feeder:
 
 
 def described(error: Exception) -> str:
-    """An error in one line, without the passwords and keys that libraries quote."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
+    """An error in one line."""
+    return without_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+
+
+def without_secrets(words: str) -> str:
+    """What libraries say, without the passwords and keys that they quote."""
     words = re.sub(r"(https?://)[^/@\s]*@", r"\1", words)  # name:password@
     words = re.sub(r"(https?://[^?\s]*)\?\S*", r"\1", words)  # ?write_token=...
     for name, value in os.environ.items():
         if SECRETS.search(name.upper()) and len(value) >= 8:
             words = words.replace(value, f"${name}")
-    return words[:200]
+    return words
 
 
 def end_with(pipe: int, ended: threading.Event, feeder: Feeder) -> None:
@@ -416,7 +424,7 @@ def end_with(pipe: int, ended: threading.Event, feeder: Feeder) -> None:
         pass
     ended.set()
     time.sleep(LAST_SECONDS)
-    feeder.say(f"{feeder.name} does not take the last steps. {feeder.fix()}")
+    feeder.say(f"{feeder.name} has not taken the last steps in time. {feeder.fix()}")
     os._exit(1)
 
 
@@ -429,11 +437,10 @@ class Settings:
 
     def check(self) -> None:
         """Raise UserError for a name that is not known, or none."""
-        names = config.listed("track", self.track, TRACKERS)
+        names = names_of(self.track)
         require(names, f"nothing to send to: set --track={TRACKERS[0]}")
-        require(
-            len(names) == 1 or not self.follow, "--follow takes one tracker: start one for each"
-        )
+        one = len(names) == 1 or not self.follow
+        require(one, "--follow takes one tracker: start a process for each")
 
 
 def main(argv) -> None:
@@ -448,9 +455,9 @@ def main(argv) -> None:
 
     def say(line: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(standard_error, f"{line}\n".encode())
+            os.write(standard_error, f"{without_secrets(line)}\n".encode())
 
-    names = config.listed("track", cfg.track, TRACKERS)
+    names = names_of(cfg.track)
     feeders = [Feeder(run_dir, name, say) for name in names]
     ended = threading.Event()
     if cfg.follow:
@@ -462,10 +469,9 @@ def main(argv) -> None:
     else:
         ended.set()
     with contextlib.ExitStack() as locks:
-        for name in sorted(names):
-            locks.enter_context(
-                files.locked(folder / f"{name}.lock", f"{run_dir} is sent to {name}")
-            )
+        for name in names:
+            state = f"{run_dir} is sent to {name}"
+            locks.enter_context(files.locked(folder / f"{name}.lock", state))
         program.silence()  # what libraries print
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for feeder in feeders:

@@ -349,7 +349,7 @@ def test_a_tracker_that_hangs_holds_up_nothing(tmp_path, tiny_data, mute_server,
         assert job.wait() == [0]
         end = time.time() - os.path.getmtime(run / "metrics.jsonl")
         assert trackers.LAST_SECONDS <= end < 60
-        assert job.log().count(f"{name} does not take the last steps") == 1
+        assert job.log().count(f"{name} has not taken the last steps") == 1
     assert len(steps_of(run)) == 30 and is_free(run, name)
     with Job(tmp_path, 1, fsdp_train.main, [*flags, *FOREVER], fault) as job:
         wait_for(lambda: max(steps_of(run)) > 60 and not is_free(run, name))
