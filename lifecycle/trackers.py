@@ -170,9 +170,8 @@ def read_record(path: Path) -> Record:
 
 
 # -------------------------------------------------------------------------------------------------
-# The trackers. Each is made of (run, record, settings), where settings is None if it has them, and
-# corrects record.step if it knows better. `send` takes [(step, numbers), ...]; after `lag` seconds
-# they have arrived, whatever is killed. `where`: how a person finds the curve.
+# The trackers. Each corrects record.step if it knows better. `send` takes [(step, numbers), ...];
+# after `lag` seconds they have arrived, whatever is killed. `where`: how a person finds the curve.
 
 
 class TensorBoard:
@@ -180,7 +179,7 @@ class TensorBoard:
 
     lag = 0
 
-    def __init__(self, run: Path, record: Record, settings: dict | None):
+    def __init__(self, run: Path, record: Record, settings: dict):
         sys.modules["torch"] = None  # tensorboardX would import it, which takes seconds
         from tensorboardX import RecordWriter, summary
         from tensorboardX.proto import event_pb2, summary_pb2
@@ -195,7 +194,7 @@ class TensorBoard:
         # was killed before it wrote its record.
         begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self.write(step=record.step + 1, session_log=begins)
-        if settings:
+        if not record.has_settings:
             lines = [f"    {name}: {value}" for name, value in settings.items()]  # Markdown
             self.write(summary=summary.text("settings", "\n".join(lines)))
         self.where = f"tensorboard --logdir={folder}"
@@ -219,7 +218,7 @@ class WeightsAndBiases:
 
     lag = 30  # its process writes to disk every 15 s
 
-    def __init__(self, run: Path, record: Record, settings: dict | None):
+    def __init__(self, run: Path, record: Record, settings: dict):
         import wandb
 
         record.id = record.id or secrets.token_hex(4)
@@ -229,7 +228,7 @@ class WeightsAndBiases:
             resume="allow",
             reinit="create_new",  # after a failure
             dir=str(run / "trackers"),
-            config=settings,
+            config=None if record.has_settings else settings,
             settings=wandb.Settings(
                 console="off", disable_git=True, disable_code=True, x_disable_stats=True
             ),
@@ -252,7 +251,7 @@ class MLflow:
 
     lag = 0
 
-    def __init__(self, run: Path, record: Record, settings: dict | None):
+    def __init__(self, run: Path, record: Record, settings: dict):
         import mlflow
         from mlflow.entities import Metric, Param
 
@@ -263,7 +262,8 @@ class MLflow:
             record.id = made.info.run_id
         self.id = record.id
         self.client.update_run(self.id, status="RUNNING")
-        params = [Param(name, str(value)[:500]) for name, value in (settings or {}).items()]
+        left = {} if record.has_settings else settings
+        params = [Param(name, str(value)[:500]) for name, value in left.items()]
         for first in range(0, len(params), MOST_PARAMS):
             self.client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
         # A process that was killed may have sent more than its record says.
@@ -298,11 +298,12 @@ class Trackio:
 
     lag = 30  # a thread writes to disk, or to a server
 
-    def __init__(self, run: Path, record: Record, settings: dict | None):
+    def __init__(self, run: Path, record: Record, settings: dict):
         import trackio
 
         record.id = record.id or f"{run.name}-{secrets.token_hex(4)}"
         project = run.parent.name
+        # Settings each time: without them it forgets those that it has.
         self.run = trackio.init(project, record.id, resume="allow", config=settings, embed=False)
         if self.run._next_step > 0:
             record.step = self.run._next_step - 1  # it knows what has arrived
@@ -364,7 +365,7 @@ class Feeder:
 
     def connect(self) -> None:
         self.record = record = read_record(self.path)
-        settings = None if record.has_settings else files.read_json(self.run / "config.json")
+        settings = files.read_json(self.run / "config.json")
         try:
             self.tracker = KINDS[self.name](self.run, record, settings)
             record.is_open = True
