@@ -100,6 +100,7 @@ FOREIGN_LAYERS = {
     "all": "all-linear",
 }
 EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
+TRACKERS = ["tensorboard", "wandb", "mlflow", "trackio"]  # see lifecycle/trackers.py
 # These have no effect without lora_rank, and those without data_format=chat.
 ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
 CHAT_SETTINGS = "chat_template target_prompts target_responses packing".split()
@@ -378,7 +379,8 @@ class TrainConfig:
     save_minutes: float = 0.0  # also save when this many minutes have passed (0 = never)
     keep_last: int = 3  # keep this many of the newest checkpoints
     keep_every: int = 0  # also save every this many steps, and never delete those (0 = none)
-    # --- lifecycle: resuming, bad steps, hangs
+    # --- lifecycle: trackers, resuming, bad steps, hangs
+    track: str = ""  # send the metrics to tensorboard, wandb, mlflow, trackio; wandb,mlflow to two
     resume: str = "auto"  # auto (continue), again (anew if finished), never (refuse), a checkpoint
     skip_steps: str = ""  # skip these steps' batches: 120:140 is steps 120 to 139 in metrics.jsonl
     max_bad_steps: int = 10  # stop after this many steps in a row with non-finite loss or gradient
@@ -393,6 +395,7 @@ class TrainConfig:
         step_ranges(self.skip_steps)
         steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
         require(self.warmup_steps < self.max_steps, steps)
+        listed("track", self.track, TRACKERS)
         self.check_adapters()
         self.check_chat()
         both = sources(self.mix) and self.dataset != TrainConfig.dataset
@@ -616,8 +619,8 @@ SAME_RESULT = set(
     """
     seed attn_impl data_dir microbatch_size device precision sharding tp sequence_parallel pp
     shard_size activation_checkpointing recompute_every compile peak_tflops eval_interval
-    icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last keep_every resume
-    max_bad_steps timeout_minutes
+    icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last keep_every track
+    resume max_bad_steps timeout_minutes
     """.split()
 )
 

@@ -21,6 +21,7 @@ from lifecycle import stopping
 if __name__ == "__main__":  # before the imports that take seconds
     stopping.while_loading(sys.argv[1:])
 
+import contextlib
 import gc
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -94,6 +95,7 @@ def main(argv) -> None:
         StragglerTimer(model, world.device),
     )
     report = Reporter(log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, start.step)
+    guard.enter_context(start_trackers(cfg, world))
 
     # the loop
     with guard:
@@ -309,10 +311,23 @@ def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
     parallel.check(model_cfg, cfg)
     data.check_packing(model_cfg, cfg)
     model_cfg.check_adapters_fit(cfg)
+    if cfg.track:
+        from lifecycle import trackers  # here, since most runs do without
+
+        processes.rank_zero_decides(partial(trackers.require_installed, cfg.track))
     if cfg.init_from:
         from weights import load  # here, since most runs do without
 
         processes.rank_zero_decides(partial(load.check_init_from, cfg, model_cfg))
+
+
+def start_trackers(cfg: TrainConfig, world):
+    """A context in which the processes that feed --track run, beside rank 0."""
+    if not cfg.track or world.global_rank > 0:
+        return contextlib.nullcontext()
+    from lifecycle import trackers  # here, since most runs do without
+
+    return trackers.fed(cfg.run_dir, cfg.track)
 
 
 def load_weights(start: resume.Start, cfg: TrainConfig, model, optimizer) -> dict:

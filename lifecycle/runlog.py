@@ -14,6 +14,7 @@
     runs/demo/checkpoints/     see checkpoint.py
     runs/demo/lease.json       which process owns the folder, see lifecycle/lease.py
     runs/demo/microbatch.json  the microbatch that fits, see lifecycle/microbatch.py
+    runs/demo/trackers/        what --track has sent, see lifecycle/trackers.py
 
 A row's `step` is the number of steps that are done. Its loss was computed before their last update.
 
@@ -79,7 +80,7 @@ SCREEN_SECONDS = 2  # between two steps on the screen, at least
 WINDOW = 500  # steps over which the time left is averaged; by default an evaluation is among them
 # What a run writes into its folder, beside the lease.
 OWN_FILES = """config.json launches.jsonl tokenizer.json hugging_face metrics.jsonl
-    microbatch.json""".split()
+    microbatch.json trackers""".split()
 OWN_MARKS = ["lease.json", "launches.jsonl", "checkpoints/step-*/meta.json"]
 
 

@@ -322,6 +322,7 @@ CONTRADICTIONS = {
     "--d_model=10 --n_heads=1 --expansion_ratio=0.01": "no hidden width",
     "--d_model=1e6 --n_layers=9999": "expected at most 1e+13",
     "--icl_interval=5": "icl_interval needs tasks",
+    "--track=wandb,mlfow": "did you mean 'mlflow'?",
     "--skip_steps=5:5": "120 to 139, not '5:5'",
     "--run_dir=": "run_dir is ''",
     "--run_dir=\t": "run_dir is '\\t'",

@@ -1,0 +1,485 @@
+"""Trackers: TensorBoard, Weights & Biases, MLflow and trackio show what is in metrics.jsonl.
+
+    fsdp_train.py --track=wandb          metrics.jsonl -> a process of its own -> W&B
+                                         runs/demo/trackers/wandb.json: how far it is
+
+A server that refuses or hangs blocks its library for minutes. So each tracker has a process, which
+reads metrics.jsonl and which the run never waits for, except for a few seconds at its end. What
+fails is one line in the output of the run, and is tried again every minute.
+
+A tracker gets each step once, whatever was killed, and a run that resumes goes on with its curve:
+the record keeps the name of the curve and the last step that was sent. Steps that a run repeats
+after it went back to a checkpoint are not sent again; metrics.jsonl has the figures that count. A
+step is sent as a whole, with its evaluation: when a later one has begun or its checkpoint is there.
+
+Where the curves go, and with which key, the libraries ask as ever: WANDB_API_KEY, WANDB_PROJECT,
+WANDB_MODE=offline; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME; TRACKIO_SPACE_ID. TensorBoard's
+files are in runs/demo/trackers/tensorboard.
+
+Run `python -m lifecycle.trackers runs/demo --track=wandb` to send what is not sent yet. With
+--follow it goes on until Ctrl-C.
+"""
+
+import collections
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import config
+import program
+from config import TRACKERS
+from program import UserError, require
+from storage import files
+
+ROOT = Path(__file__).parent.parent
+POLL = 5  # seconds between two looks at metrics.jsonl
+RETRY = 60  # seconds until a tracker that failed is tried again
+LAST_SECONDS = 10  # how long a tracker may take for the last steps, when the run has ended
+PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny"}  # others have their own name
+MODULES = {"tensorboard": "tensorboardX"}
+MOST_METRICS, MOST_PARAMS = 1000, 100  # what MLflow takes in one request
+SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the names of environment variables
+
+
+# -------------------------------------------------------------------------------------------------
+# In the run
+
+
+def names_of(track: str) -> list[str]:
+    """The trackers in a setting such as "wandb,mlflow"."""
+    chosen = config.listed("track", track, TRACKERS)
+    return [name for name in TRACKERS if name in chosen]
+
+
+def require_installed(track: str) -> None:
+    """UserError unless the libraries of these trackers are installed. Imports none of them."""
+    for name in names_of(track):
+        found = importlib.util.find_spec(MODULES.get(name, name))
+        is_package = found and found.origin  # a folder wandb/, which W&B makes, has no origin
+        fix = f"pip install {PACKAGES.get(name, name)}"
+        require(is_package, f"--track={name} needs a package that is not installed: {fix}")
+
+
+@contextlib.contextmanager
+def fed(run_dir: str, track: str):
+    """On rank 0: each tracker has a process while the run is in this block.
+
+    At its end they get LAST_SECONDS for the last steps. If this process is killed, they end by
+    themselves, since their standard input ends.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    feeders = []
+    for name in names_of(track):
+        command = [sys.executable, "-m", "lifecycle.trackers", run_dir, f"--track={name}"]
+        options = {"env": os.environ | {"PYTHONPATH": path}, "start_new_session": True}  # no Ctrl-C
+        feeder = subprocess.Popen([*command, "--follow"], stdin=subprocess.PIPE, **options)
+        feeders.append(feeder)
+    try:
+        yield
+    finally:
+        for feeder in feeders:
+            feeder.stdin.close()
+        deadline = time.monotonic() + LAST_SECONDS + 2
+        for feeder in feeders:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                feeder.wait(max(0, deadline - time.monotonic()))
+            feeder.kill()
+
+
+# -------------------------------------------------------------------------------------------------
+# What is sent
+
+
+def numbers(row: dict) -> dict[str, float]:
+    """The figures of a row: {"icl": {"piqa": {"acc": 0.6}}} -> {"icl/piqa/acc": 0.6}."""
+    found = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{name}/{inner}": number for inner, number in numbers(value).items()}
+        elif isinstance(value, int | float) and name != "step":  # skipped, a bool, is 0 or 1
+            found[name] = float(value)
+    return found
+
+
+class Steps:
+    """The steps in metrics.jsonl, which grows; the rows of a step are one dict of numbers."""
+
+    def __init__(self, run: Path):
+        self.run = run
+        self.begin_again(None)
+
+    def begin_again(self, inode: int | None) -> None:
+        self.inode, self.size, self.found = inode, 0, {}
+
+    def above(self, last: int) -> list[tuple[int, dict]]:
+        """(step, numbers) of the complete steps after `last`, in order."""
+        self.read()
+        self.found = {step: self.found[step] for step in sorted(self.found) if step > last}
+        newest = max(self.found, default=0)
+        whole = (self.run / "checkpoints" / f"step-{newest}").is_dir()
+        return [item for item in self.found.items() if item[0] < newest or whole]
+
+    def read(self) -> None:
+        """Read the lines that are new; all of them if the file is another one, or shorter."""
+        with contextlib.suppress(FileNotFoundError), open(self.run / "metrics.jsonl", "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self.inode or status.st_size < self.size:
+                self.begin_again(status.st_ino)
+            file.seek(self.size)
+            lines, newline, _ = file.read().rpartition(b"\n")
+            self.size += len(lines + newline)
+            for line in lines.splitlines():
+                with contextlib.suppress(UserError):  # a damaged line, which the run reports
+                    self.add(files.parse_json(line, "a row", dict, {"step": int}))
+
+    def add(self, row: dict) -> None:
+        self.found.setdefault(row["step"], {}).update(numbers(row))
+
+
+@dataclass
+class Record:
+    """How far a tracker is: runs/demo/trackers/NAME.json."""
+
+    id: str = ""  # of the curve, in the tracker
+    step: int = -1  # the last one that has arrived
+    has_settings: bool = False
+    is_open: bool = False  # a process sends, or was killed while it sent
+
+    def save(self, path: Path) -> None:
+        files.write_atomically(path, json.dumps(asdict(self)).encode())
+
+
+def read_record(path: Path) -> Record:
+    """The record in a file, or a new one. UserError if it is damaged."""
+    if not path.exists():
+        return Record()
+    fields = {"id": str, "step": int, "has_settings": bool, "is_open": bool}
+    fix = "delete it, and a new curve begins"
+    found = files.read_json(path, dict, fields, fix)
+    return Record(**{name: found[name] for name in fields})
+
+
+# -------------------------------------------------------------------------------------------------
+# The trackers. Each corrects record.step if it knows better. `send` takes [(step, numbers), ...];
+# after `lag` seconds they have arrived, whatever is killed. `where`: how a person finds the curve.
+
+
+class TensorBoard:
+    """Event files, one per start, by tensorboardX."""
+
+    lag = 0
+
+    def __init__(self, run: Path, record: Record, settings: dict):
+        sys.modules["torch"] = None  # tensorboardX would import it, which takes seconds
+        from tensorboardX import RecordWriter, summary
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self.event, self.summary = event_pb2.Event, summary_pb2.Summary
+        folder = run / "trackers" / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        number = len(list(folder.glob("events.*")))  # read in this order: clocks may differ
+        self.writer = RecordWriter(str(folder / f"events.out.tfevents.{number:06d}"))
+        self.write(file_version="brain.Event:2")
+        # Readers drop steps from here on that earlier files have, such as those of a process that
+        # was killed before it wrote its record.
+        begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self.write(step=record.step + 1, session_log=begins)
+        if not record.has_settings:
+            lines = [f"    {name}: {value}" for name, value in settings.items()]  # Markdown
+            self.write(summary=summary.text("settings", "\n".join(lines)))
+        self.where = f"tensorboard --logdir={folder}"
+
+    def write(self, **fields) -> None:
+        self.writer.write(self.event(wall_time=time.time(), **fields).SerializeToString())
+
+    def send(self, steps: list) -> None:
+        for step, figures in steps:
+            value = self.summary.Value
+            values = [value(tag=tag, simple_value=figure) for tag, figure in figures.items()]
+            self.write(step=step, summary=self.summary(value=values))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A run of W&B. Its server drops a step that is not above the last."""
+
+    lag = 30  # its process writes to disk every 15 s
+
+    def __init__(self, run: Path, record: Record, settings: dict):
+        import wandb
+
+        record.id = record.id or secrets.token_hex(4)
+        self.run = wandb.init(
+            id=record.id,
+            name=run.name,
+            resume="allow",
+            reinit="create_new",  # after a failure
+            dir=str(run / "trackers"),
+            config=None if record.has_settings else settings,
+            settings=wandb.Settings(
+                console="off", disable_git=True, disable_code=True, x_disable_stats=True
+            ),
+        )
+        if self.run.resumed:
+            record.step = self.run.step - 1  # it knows what has arrived
+        folder = f"wandb sync {run / 'trackers' / 'wandb'}/offline-*"
+        self.where = folder if self.run.offline else self.run.url
+
+    def send(self, steps: list) -> None:
+        for step, figures in steps:
+            self.run.log(figures, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    """A run of MLflow, which keeps a step twice if it is sent twice."""
+
+    lag = 0
+
+    def __init__(self, run: Path, record: Record, settings: dict):
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self.client, self.metric = mlflow.MlflowClient(), Metric
+        if not record.id:
+            experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default"))
+            made = self.client.create_run(experiment.experiment_id, run_name=run.name)
+            record.id = made.info.run_id
+        self.id = record.id
+        self.client.update_run(self.id, status="RUNNING")
+        left = {} if record.has_settings else settings
+        params = [Param(name, str(value)[:500]) for name, value in left.items()]
+        for first in range(0, len(params), MOST_PARAMS):
+            self.client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
+        # A process that was killed may have sent more than its record says.
+        self.sent = self.figures_after(record.step) if record.is_open else set()
+        self.where = f"run {self.id} of {mlflow.get_tracking_uri()}"
+
+    def figures_after(self, last: int) -> set[tuple[str, int]]:
+        """(name, step) of the figures that it has."""
+        names = self.client.get_run(self.id).data.metrics
+        found = [
+            metric for name in names for metric in self.client.get_metric_history(self.id, name)
+        ]
+        return {(metric.key, metric.step) for metric in found if metric.step > last}
+
+    def send(self, steps: list) -> None:
+        now = time.time_ns() // 10**6
+        metrics = [
+            self.metric(name, figure, now, step)
+            for step, figures in steps
+            for name, figure in figures.items()
+            if (name, step) not in self.sent
+        ]
+        for first in range(0, len(metrics), MOST_METRICS):
+            self.client.log_batch(self.id, metrics[first : first + MOST_METRICS])
+
+    def close(self) -> None:
+        self.client.set_terminated(self.id)
+
+
+class Trackio:
+    """A run of trackio, which keeps a step twice if it is sent twice."""
+
+    lag = 30  # a thread writes to disk, or to a server
+
+    def __init__(self, run: Path, record: Record, settings: dict):
+        import trackio
+
+        record.id = record.id or f"{run.name}-{secrets.token_hex(4)}"
+        project = run.parent.name
+        # Settings each time: without them it forgets those that it has.
+        self.run = trackio.init(project, record.id, resume="allow", config=settings, embed=False)
+        if self.run._next_step > 0:
+            record.step = self.run._next_step - 1  # it knows what has arrived
+        self.where = f"trackio show --project {project}"
+
+    def send(self, steps: list) -> None:
+        for step, figures in steps:
+            self.run.log(figures, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+KINDS = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+
+
+# -------------------------------------------------------------------------------------------------
+# The process
+
+
+class Feeder:
+    """Sends the steps of a run to one tracker."""
+
+    def __init__(self, run_dir: str, name: str, say):
+        self.run_dir, self.name, self.say = run_dir, name, say
+        self.run = Path(run_dir).resolve()
+        self.path = self.run / "trackers" / f"{name}.json"
+        self.tracker = None
+        self.failing = False  # and has said so
+        self.under_way = collections.deque()  # (step, when it was sent)
+
+    def feed(self, ended: threading.Event) -> None:
+        """Send what is there, and what comes until `ended`."""
+        for leftover in self.path.parent.glob(f"{self.path.name}.*.tmp"):
+            leftover.unlink()
+        while not ended.is_set():
+            self.try_once(self.send)
+            ended.wait(RETRY if self.failing else POLL)
+        self.try_once(self.finish)
+
+    def try_once(self, action) -> None:
+        """Whatever a library raises is one line, and none while it goes on."""
+        try:
+            action()
+            self.failing = False
+        except Exception as error:
+            if not self.failing:
+                self.say(f"{self.name} has failed ({described(error)}). {self.fix()}")
+            self.failing, self.tracker = True, None
+
+    def fix(self) -> str:
+        command = program.shell("python", "-m", "lifecycle.trackers", self.run_dir)
+        return f"metrics.jsonl keeps it; {command} --track={self.name} sends what is missing"
+
+    def connect(self) -> None:
+        self.record = record = read_record(self.path)
+        settings = files.read_json(self.run / "config.json")
+        try:
+            self.tracker = KINDS[self.name](self.run, record, settings)
+            record.is_open = True
+        finally:
+            record.save(self.path)  # the id, even if the tracker failed later
+        self.sent, self.steps = record.step, Steps(self.run)
+        self.under_way.clear()
+        self.say(f"{self.name}: {self.tracker.where}")
+
+    def send(self) -> None:
+        if not self.tracker:
+            self.connect()
+        steps = self.steps.above(self.sent)
+        while steps:
+            part, steps = steps[:50], steps[50:]
+            self.tracker.send(part)
+            self.sent = part[-1][0]
+            self.under_way.append((self.sent, time.monotonic()))
+            self.note_arrived(self.tracker.lag)
+        self.note_arrived(self.tracker.lag)
+
+    def note_arrived(self, lag: float) -> None:
+        """Record the steps that were sent `lag` seconds ago."""
+        before = self.record.step
+        while self.under_way and time.monotonic() - self.under_way[0][1] >= lag:
+            self.record.step, _ = self.under_way.popleft()
+        if self.record.step > before:
+            self.record.has_settings = True
+            self.record.save(self.path)
+
+    def finish(self) -> None:
+        self.send()
+        self.tracker.close()
+        self.note_arrived(0)
+        self.record.is_open = False
+        self.record.save(self.path)
+
+
+def described(error: Exception) -> str:
+    """An error in one line."""
+    return without_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+
+
+def without_secrets(words: str) -> str:
+    """What libraries say, without the passwords and keys that they quote."""
+    words = re.sub(r"(https?://)[^/@\s]*@", r"\1", words)  # name:password@
+    words = re.sub(r"(https?://[^?\s]*)\?\S*", r"\1", words)  # ?write_token=...
+    for name, value in os.environ.items():
+        if SECRETS.search(name.upper()) and len(value) >= 8:
+            words = words.replace(value, f"${name}")
+    return words
+
+
+def end_with(pipe: int, ended: threading.Event, feeder: Feeder) -> None:
+    """A thread: when the pipe ends, so has the run, and this process ends soon."""
+    while os.read(pipe, 1000):
+        pass
+    ended.set()
+    time.sleep(LAST_SECONDS)
+    feeder.say(f"{feeder.name} has not taken the last steps in time. {feeder.fix()}")
+    os._exit(1)
+
+
+@dataclass
+class Settings:
+    """What is sent where."""
+
+    track: str = ""  # tensorboard, wandb, mlflow, trackio; wandb,mlflow to two
+    follow: bool = False  # go on until standard input ends, or Ctrl-C; a run does so
+
+    def check(self) -> None:
+        """Raise UserError for a name that is not known, or none."""
+        names = names_of(self.track)
+        require(names, f"nothing to send to: set --track={TRACKERS[0]}")
+        one = len(names) == 1 or not self.follow
+        require(one, "--follow takes one tracker: start a process for each")
+
+
+def main(argv) -> None:
+    """Send the metrics of a run to trackers."""
+    (run_dir,), cfg = config.load(argv, Settings, takes="RUN_DIR")
+    known = Path(run_dir, "config.json").is_file()
+    require(known, f"no run in {run_dir!r}: give a run folder, such as runs/demo")
+    require_installed(cfg.track)
+    folder = Path(run_dir) / "trackers"
+    folder.mkdir(exist_ok=True)
+    standard_input, standard_error = os.dup(0), os.dup(2)
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(standard_error, f"{without_secrets(line)}\n".encode())
+
+    names = names_of(cfg.track)
+    feeders = [Feeder(run_dir, name, say) for name in names]
+    ended = threading.Event()
+    if cfg.follow:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # those of SLURM are meant for the run
+            signal.signal(number, signal.SIG_IGN)
+        thread = threading.Thread(target=end_with, args=(standard_input, ended, feeders[0]))
+        thread.daemon = True
+        thread.start()
+    else:
+        ended.set()
+    with contextlib.ExitStack() as locks:
+        for name in names:
+            state = f"{run_dir} is sent to {name}"
+            locks.enter_context(files.locked(folder / f"{name}.lock", state))
+        program.silence()  # what libraries print
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for feeder in feeders:
+            feeder.feed(ended)
+    if any(feeder.failing for feeder in feeders):
+        raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    program.run(main)
