@@ -88,7 +88,8 @@ def main(argv: list[str]) -> None:
 def write_setup(folder: Path, path: str) -> None:
     """Write setup.sh, which sets up one machine to train with a config."""
     text = SETUP.replace("VERSION", install.python_version())
-    (folder / "setup.sh").write_text(text.replace("CONFIG", program.shell(path)))
+    typed = program.shell(path)
+    (folder / "setup.sh").write_text(text.replace("CONFIG", program.shell(typed)))
 
 
 def copy_project(folder: Path) -> None:
