@@ -8,7 +8,8 @@
 # make test       the quick tests: six minutes on two CPU cores, after the set-up
 # make test-all   the slow tests, without the quick ones: half an hour
 # make soak       the long tests, without the others: one to two hours, by estimate
-# make bundle     a folder from which others set up the workshop without a network
+# make bundle     a folder from which machines without internet are set up: for the workshop, or to
+#                 train with a config (ARGS=configs/mpt1b.py)
 # make mutants    one planted bug at a time: the quick tests must find each
 # make lint       what ruff finds
 #
@@ -62,7 +63,7 @@ elastic: setup
 	$(PY) -m lessons.elastic $(ARGS)
 
 bundle: setup-lessons
-	$(PY) -m lessons.bundle bundle
+	$(PY) -m lessons.bundle bundle $(ARGS)
 
 test: setup-test
 	$(PY) -m pytest -m "not slow and not long" $(TWO_FILES) $(ARGS)

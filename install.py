@@ -225,6 +225,8 @@ def torch_index(has_torch, dev, cpu_index):
             f"--index-url {PYTORCH}/rocmX.Y (X.Y: see https://pytorch.org/get-started/locally; "
             "with `cpu` in place of `rocmX.Y` the GPU is not used)"
         )
+    if os.environ.get("PIP_NO_INDEX"):
+        return None  # from a folder of wheels
     import urllib.request  # slow to import, and rarely needed
 
     try:
@@ -268,7 +270,10 @@ def pip(*arguments):
     """Run `pip install` in `.venv`. Packages that it has installed stay if a later one fails."""
     command = [PYTHON, "-m", "pip", "install", "--no-user", "--disable-pip-version-check"]
     if subprocess.run([*command, *arguments]).returncode:
-        stop("pip failed (above): fix it and make again; what is installed stays")
+        stop(
+            "pip failed (above): fix it and make again; what is installed stays. Without internet: "
+            "see INSTALL.md"
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from program import UserError
+from storage import downloads
 
 
 def arc(row: dict) -> dict:
@@ -146,14 +147,13 @@ ALIASES = {  # names of LLM Foundry's files and of lm-evaluation-harness
 
 def read(name: str) -> list[dict]:
     """All rows of a task of SOURCES, in our format. UserError if the Hub cannot be reached."""
-    import datasets  # takes 1.5 s, so only where it is needed
-
     source = SOURCES[name]
     try:
-        rows = datasets.load_dataset(source.path, source.subset, split=source.split)
+        rows = downloads.hub_dataset(source.path, source.subset, source.split)
         return [source.row(row) for row in rows]
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot get task {name} ({source.path}) from the Hub ({type(error).__name__}): "
-            f"give the folder of a {name}.jsonl with --data, or try again online"
+            f"cannot get task {name} ({source.path}) from the Hub ({type(error).__name__}): give "
+            f"the folder of a {name}.jsonl with --data; or run this where there is internet, copy "
+            f"the folder {downloads.hub_cache()} from there to here and set HF_HUB_OFFLINE=1"
         ) from error

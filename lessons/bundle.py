@@ -1,17 +1,20 @@
-"""Prepares a folder from which a classroom is set up without a network.
+"""Prepares a folder from which a machine without internet is set up: a classroom, or a run.
 
     python -m lessons.bundle bundle       or `make bundle`: on one machine, online
     sh bundle/setup.sh ~/workshop         on each laptop, from a copy of that folder (a USB stick)
 
     bundle/
-      project/       this folder, without .venv, runs and data
+      project/       this folder, without .venv and runs; of data/ what the config needs: its tokens
+                     and tokenizer, so that nobody waits for them; GPT-2's files, if they can be had
       wheels/        the packages that training and the lessons need, torch among them
-      tokenizers/    GPT-2's files for tiktoken, if they can be had here
-      data/          the demo's tokens and tokenizer, so that nobody waits for them
       setup.sh       copies the project, makes its .venv from the wheels, and runs a first check
 
+A config after the folder (`make bundle ARGS=configs/mpt1b.py`; default: the demo's) brings its own
+tokens, and the model that it starts from (init_from). Paths in it must be relative to this folder.
+
 Packages are built for one system, processor and version of Python: those of the machine that makes
-the bundle. For a classroom with Macs and Linux, make one on each kind.
+the bundle. For a classroom with Macs and Linux, make one on each kind. If the Python of setup.sh
+has a torch, as in a container, that one is used: see INSTALL.md.
 """
 
 import importlib.metadata
@@ -21,13 +24,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import config
 import install
 import program
 from program import require
+from storage import downloads
+from text.prepare import prepare
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".*_cache")  # beside what git ignores
-DATA = "stdlib-bpe-4096"  # the folder in data/ that configs/demo.py reads
 SETUP = """\
 #!/bin/sh
 # sh setup.sh ~/workshop: the workshop, set up from this folder without a network.
@@ -41,47 +46,50 @@ if [ "$version" != "VERSION" ]; then
         "PYTHON=pythonVERSION before your command" >&2
     exit 2
 fi
-mkdir -p "$there/data"
+mkdir -p "$there"
 there=$(cd "$there" && pwd)
 cp -R "$here/project/." "$there"
-cp -R "$here/data/." "$there/data"
-if [ -d "$here/tokenizers" ]; then
-    cp -R "$here/tokenizers" "$there/data"
-    echo 'for --tokenizer=gpt2, in this folder: export TIKTOKEN_CACHE_DIR="$PWD/data/tokenizers"'
-fi
 cd "$here" # pip takes "wheels" from here: a path with a space would be two for it
 export PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels
 "$python" "$there/install.py" requirements.txt requirements-extra.txt
 cd "$there"
 .venv/bin/python -m lessons
+echo "In $there, to train: .venv/bin/python fsdp_train.py" CONFIG
+if [ -d data/tokenizers ]; then
+    echo 'With the words of GPT-2: export TIKTOKEN_CACHE_DIR="$PWD/data/tokenizers"'
+fi
 """
 
 
 def main(argv: list[str]) -> None:
     """Make the bundle. What is in it already is used again."""
-    (name,) = program.arguments(argv, "FOLDER")
+    name, *given = program.arguments(argv, "FOLDER [CONFIG]")
+    path = given[0] if given else "configs/demo.py"
+    config.load([path], config.MPTConfig, config.TrainConfig)  # a mistake in it shows at once
     folder = Path(name).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     setup = folder / "setup.sh"
     is_ours = setup.exists() and setup.read_text(errors="replace").startswith(SETUP[:60])
     require(is_ours or not any(folder.iterdir()), f"{name} has other files in it: name a new one")
-    write_setup(folder)
+    write_setup(folder, path)
     print(f"1 of 4: the project -> {name}/project", flush=True)
     copy_project(folder)
     print(f"2 of 4: packages -> {name}/wheels", flush=True)
     download_packages(folder / "wheels")
-    print(f"3 of 4: GPT-2's tokenizer -> {name}/tokenizers", flush=True)
-    download_tokenizer(folder / "tokenizers")
-    print(f"4 of 4: the demo's data -> {name}/data", flush=True)
-    run(sys.executable, "data.py", "configs/demo.py", f"--data_dir={folder / 'data' / DATA}")
+    print(f"3 of 4: GPT-2's tokenizer -> {name}/project/data/tokenizers", flush=True)
+    copy_tokenizer(folder / "project" / "data" / "tokenizers")
+    print(f"4 of 4: the data of {path} -> {name}/project", flush=True)
+    copy_run(path, folder / "project")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     command = program.shell("sh", f"{name}/setup.sh")
-    print(f"{name} has {size / 1e6:,.0f} MB. On each laptop: {command} ~/workshop")
+    print(f"{name} has {size / 1e6:,.0f} MB. On each machine: {command} ~/workshop")
 
 
-def write_setup(folder: Path) -> None:
-    """Write setup.sh, which sets up one laptop."""
-    (folder / "setup.sh").write_text(SETUP.replace("VERSION", install.python_version()))
+def write_setup(folder: Path, path: str) -> None:
+    """Write setup.sh, which sets up one machine to train with a config."""
+    text = SETUP.replace("VERSION", install.python_version())
+    typed = program.shell(path)
+    (folder / "setup.sh").write_text(text.replace("CONFIG", program.shell(typed)))
 
 
 def copy_project(folder: Path) -> None:
@@ -111,18 +119,37 @@ def download_packages(wheels: Path) -> None:
     run(*pip, "--find-links", str(wheels), *files, *triton)
 
 
-def download_tokenizer(folder: Path) -> None:
-    """Let tiktoken fetch GPT-2's files. The lessons do without: a failure is only said."""
-    environment = os.environ | {"TIKTOKEN_CACHE_DIR": str(folder)}
-    folder.mkdir(exist_ok=True)
-    known = os.environ.get("TIKTOKEN_CACHE_DIR")
-    if known and Path(known).is_dir():
-        shutil.copytree(known, folder, dirs_exist_ok=True)
-    code = "import tiktoken; tiktoken.get_encoding('gpt2')"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
-    if done.returncode:
-        shutil.rmtree(folder)
+def copy_tokenizer(folder: Path) -> None:
+    """Copy GPT-2's files. The lessons and prepared tokens do without: a failure is only said."""
+    try:
+        downloads.gpt2_encoding()
+    except (OSError, ValueError):
         print("        not to be had here: --tokenizer=gpt2 will not work")
+        return
+    folder.mkdir(parents=True)
+    for name in downloads.GPT2_FILES:
+        shutil.copy(downloads.gpt2_cache() / name, folder)
+
+
+def copy_run(path: str, project: Path) -> None:
+    """Copy what a config needs to train: itself, its tokens, and the model that it starts from."""
+    model_cfg, cfg = config.load([path], config.MPTConfig, config.TrainConfig)
+    copy_inside(Path(path), project)
+    copy_inside(prepare(cfg, os.cpu_count(), model_cfg.max_seq_len), project)
+    if cfg.init_from:
+        base = Path(cfg.init_from)
+        copy_inside(base.parent.parent if base.parent.name == "checkpoints" else base, project)
+
+
+def copy_inside(path: Path, project: Path) -> None:
+    """Copy a file or folder to the same place in the project of the bundle."""
+    is_inside = not path.is_absolute() and ".." not in path.parts
+    require(is_inside, f"{path} is outside of this folder: the config must name it relative to it")
+    (project / path).parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        shutil.copytree(path, project / path, dirs_exist_ok=True)
+    else:
+        shutil.copy(path, project / path)
 
 
 def run(*command: str) -> None:

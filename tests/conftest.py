@@ -5,6 +5,7 @@ torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its ow
 python("--lr=1e-3")          the same as a plain process
 refusal(function, x)         the line with which function(x) refuses x
 byte_level("th")             a tokenizer of Hugging Face's, of the bytes and "th"
+alone()                      the words that start a command where no network is
 """
 
 import collections
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -298,6 +300,23 @@ def disk(tmp_path):
         pytest.skip("needs the right to mount a file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """`alone()`: the words before a command that let it reach this machine only.
+
+    Connections elsewhere fail at once. With `vanish=True` packets vanish, as behind a firewall.
+    """
+
+    def words(vanish=False) -> list[str]:
+        route = "ip route add default dev lo && " if vanish else ""
+        script = f'ip link set lo up && {route}exec "$@"'
+        return ["unshare", "--map-root-user", "--net", "sh", "-c", script, "sh"]
+
+    if not shutil.which("unshare") or subprocess.run([*words(True), "true"]).returncode:
+        pytest.skip("needs unshare, ip and network namespaces")
+    return words
 
 
 @pytest.fixture

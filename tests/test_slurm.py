@@ -56,7 +56,7 @@ esac
 echo "apptainer got $*"
 until [[ $1 == *.sif ]]; do shift; done
 shift
-exec "$@"
+exec "${@#/opt/mpt/}"
 """,
     ".venv/bin/torchrun": """#!/usr/bin/env bash
 exec PYTHON -m torch.distributed.run "$@"
@@ -87,7 +87,7 @@ class Job:
         for name, text in STAND_INS.items():
             self.put(name if "/" in name else f"bin/{name}", text)
         rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
-        for path in [*ROOT.glob("*.py"), *rooms]:
+        for path in [*ROOT.glob("*.py"), *rooms, ROOT / "slurm"]:
             (folder / path.name).symlink_to(path)
         self.id = str(free_port() - 20000)  # both scripts use the port 20000 + job number % 12000
 
@@ -98,7 +98,7 @@ class Job:
         path.write_text(text.replace("PYTHON", sys.executable))
         path.chmod(0o755)
 
-    def submit(self, script, *args, nodes=1, ranks_per_node=2, edit=lambda text: text):
+    def submit(self, script, *args, nodes=1, ranks_per_node=2, edit=lambda text: text, **variables):
         """Start a script on `nodes` nodes. edit: changes its text first."""
         text = edit((ROOT / script).read_text())
         text = text.replace("--nproc_per_node 8", f"--nproc_per_node {ranks_per_node}")
@@ -110,7 +110,7 @@ class Job:
         slurm |= {"SLURM_NNODES": str(nodes), "SLURM_CPUS_PER_TASK": "3"}
         slurm |= {"TASKS_PER_NODE": str(tasks_per_node)}
         path = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
-        options = {"cwd": self.folder, "env": clean_environment() | slurm | path}
+        options = {"cwd": self.folder, "env": clean_environment() | slurm | path | variables}
         command = ["bash", "job.sbatch", *map(str, args)]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
@@ -298,18 +298,27 @@ def test_a_real_run_is_warned_and_goes_on_as_if_it_had_not_been(job, script, tin
 
 def uncommented(text) -> str:
     """The script with its commented alternatives switched on."""
-    return re.sub(r"^# +((?:export \w+=|container=).*)$", r"\1", text, flags=re.M)
+    return re.sub(r"^# +(export \w+=.*)$", r"\1", text, flags=re.M)
 
 
 @BOTH
 @pytest.mark.parametrize("flag", ["--rocm", "--nv"])
-def test_the_line_for_a_container_works(job, script, flag):
+def test_ranks_run_in_a_container(job, script, flag):
     job.put("fsdp_train.py", "import os; print(os.environ['NCCL_IB_GID_INDEX'])")
     find_program = 'while [ "$1" != fsdp_train.py ]; do shift; done'
     job.put(".venv/bin/torchrun", f'#!/bin/sh\n{find_program}; exec PYTHON "$@"\n')
-    job.submit(script, edit=lambda text: uncommented(text).replace("--rocm", flag))
+    container = (ROOT / "slurm/container.sh").read_text()
+    device = job.folder / "kfd"
+    if flag == "--rocm":
+        device.touch()
+    here = container.replace("/dev/kfd", str(device))
+    job.submit(
+        script,
+        edit=lambda text: uncommented(text).replace("source slurm/container.sh", here),
+        MPT_IMAGE="mpt.sif",
+    )
     assert job.end() == 0, job.said()
-    command = f"exec {flag} --bind {job.folder} --pwd {job.folder} pytorch.sif"
+    command = f"exec {flag} --bind {job.folder} --pwd {job.folder} mpt.sif"
     assert f"apptainer got {command}" in job.said()
     assert "\n3\n" in job.said()
 

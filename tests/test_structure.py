@@ -248,6 +248,15 @@ def test_no_hidden_state():
         assert not found, path
 
 
+def test_one_file_reaches_for_the_internet():
+    """It asks for an answer first, and honours HF_HUB_OFFLINE. install.py runs without it."""
+    for path in FILES + DOORS:
+        libraries = {name.split(".")[0] for name in imported(path)}
+        reaches = libraries & {"datasets", "huggingface_hub", "requests", "httpx"}
+        reaches |= {"tiktoken"} & libraries if "get_encoding" in path.read_text("utf-8") else set()
+        assert not reaches or module_of(path) == "storage.downloads", path
+
+
 def length(node) -> int:
     """Lines of a definition, without its decorators."""
     return node.end_lineno - node.lineno + 1

@@ -493,6 +493,10 @@ def utf8(raw: bytes, name: str, offset: int = 0) -> str:
     return text
 
 
+class NoHub(UserError):
+    """The Hub cannot be reached, or must not be."""
+
+
 def hub_documents(dataset: str):
     """The field `text` of each row of a data set on the Hub. UserError if it has none."""
     for row in hub_rows(dataset):
@@ -503,21 +507,19 @@ def hub_documents(dataset: str):
 def hub_rows(dataset: str):
     """Stream the training split of `owner/name` or `owner/name:subset` from the Hugging Face Hub.
 
-    Raises UserError if there is no such data set, subset or connection.
+    Raises UserError if there is no such data set or subset, and `NoHub` without a connection.
     """
-    import datasets  # imported here, because that takes 1.5 s
+    from storage import downloads  # here, since most runs do without
 
     name, _, subset = dataset.partition(":")
     fix = "use local files (--dataset='my/*.txt') or --dataset=stdlib"
     try:
-        stream = datasets.load_dataset(name, subset or None, split="train", streaming=True)
-        yield from stream
+        yield from downloads.hub_dataset(name, subset or None, "train", streaming=True)
     except FileNotFoundError as error:
         problem = f"dataset={dataset!r} is neither a local file nor a data set on the Hub"
         raise UserError(f"{problem}: {fix}") from error
     except OSError as error:
-        problem = f"cannot reach the Hub for dataset={dataset!r}"
-        raise UserError(f"{problem}: {fix}, or try again online") from error
+        raise NoHub(f"cannot reach the Hub for dataset={dataset!r}: {fix}") from error
     except ValueError as error:  # e.g. the subset is missing, and the message lists the subsets
         reason = " ".join(str(error).split())
         raise UserError(f"dataset={dataset!r}: {reason} (write it {name}:SUBSET)") from error

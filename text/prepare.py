@@ -374,7 +374,13 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0, source: st
     with files.locked(folder / "prepare.lock", f"{folder} is being prepared") as is_alone:
         summary = read_summary(folder)  # of the process that this one has waited for
         if not is_made(recipe, summary):
-            make_shards(recipe, summary, workers, is_alone)
+            try:
+                make_shards(recipe, summary, workers, is_alone)
+            except corpus.NoHub as error:
+                raise UserError(
+                    f"cannot reach the Hub for dataset={cfg.dataset!r}: run this where there is "
+                    f"internet, `{recipe.command()}`, and copy {folder} from there to {folder} here"
+                ) from error
     return folder
 
 

@@ -445,16 +445,17 @@ def load(name: str, path: str | None = None) -> Tokenizer | HuggingFaceTokenizer
 
 def load_gpt2() -> Tokenizer:
     """GPT-2's 50,257 entries. tiktoken downloads their files once into TIKTOKEN_CACHE_DIR."""
+    from storage import downloads  # here, since most runs do without
+
     try:
-        encoding = tiktoken.get_encoding("gpt2")
+        encoding = downloads.gpt2_encoding()
     except (OSError, ValueError) as error:
         # OSError: no network, or a cache that cannot be written. ValueError: a damaged download.
-        # (tiktoken deletes a damaged file from its cache and downloads it again.)
         raise UserError(
-            "GPT-2's tokenizer files are not in tiktoken's cache and cannot be downloaded "
-            f"({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder that holds them "
-            "(where there is a network, `TIKTOKEN_CACHE_DIR=folder python -m text.tokenizer gpt2` "
-            "fills it), or use --tokenizer=bpe-4096 or --tokenizer=bytes, which need no download"
+            f"GPT-2's tokenizer files are not in {downloads.gpt2_cache()} and cannot be downloaded "
+            f"({type(error).__name__}): copy {' and '.join(downloads.GPT2_FILES)} there, which "
+            "`TIKTOKEN_CACHE_DIR=folder python -m text.tokenizer gpt2` puts into a folder where "
+            "there is internet, or use --tokenizer=bpe-4096 or --tokenizer=bytes"
         ) from error
     tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
     return Tokenizer("gpt2", tokens)

@@ -322,6 +322,7 @@ def submit(folder, *args, **environment):
     for name, text in programs.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
+    (folder / "slurm").symlink_to(ROOT / "slurm")
     slurm = {
         "SLURM_NNODES": "4",
         "SLURM_JOB_NODELIST": "node[1-4]",

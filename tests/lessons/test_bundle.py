@@ -1,19 +1,18 @@
 """lessons/bundle.py: a folder from which a laptop is set up without a network."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import ROOT, clean_environment, flags_for, refusal
 
 import install
 from lessons import bundle
 from program import UserError
-
-# A network namespace without any route; only 127.0.0.1 is there, as on a laptop in a train.
-ALONE = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 
 def run(*command, cwd=ROOT, **more):
@@ -22,24 +21,77 @@ def run(*command, cwd=ROOT, **more):
 
 
 @pytest.mark.long
-def test_a_classroom_is_set_up_without_a_network(tmp_path):
-    """A bundle, a laptop that reaches nothing, lesson 0 and the check of lesson 1."""
-    if not shutil.which("unshare") or run(*ALONE, "true").returncode:
-        pytest.skip("needs unshare, ip and network namespaces")
+def test_a_classroom_is_set_up_without_a_network(tmp_path, alone):
+    """A bundle, a laptop that reaches nothing, training, lesson 0 and the check of lesson 1."""
     folder, there = tmp_path / "a stick's $name" / "bundle", tmp_path / "my workshop"
     made = run(sys.executable, "-m", "lessons.bundle", str(folder))
     assert made.returncode == 0, made.stderr
 
     python = getattr(sys, "_base_executable", sys.executable)  # without the packages of .venv
-    done = run(*ALONE, "sh", f"{folder}/setup.sh", str(there), PYTHON=python, PIP_FIND_LINKS="")
+    laptop = alone(vanish=True)
+    done = run(*laptop, "sh", f"{folder}/setup.sh", str(there), PYTHON=python, PIP_FIND_LINKS="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "next: python -m lessons 0" in done.stdout
+    train_as_told(done.stdout, there, laptop, "--max_steps=20", "--warmup_steps=5")
 
     own = there / ".venv" / "bin" / "python"
     for words in (["0", "--short"], ["check", "1", "--file=lessons/solutions/1_the_model.py"]):
-        done = run(*ALONE, str(own), "-m", "lessons", *words, cwd=there)
+        done = run(*laptop, str(own), "-m", "lessons", *words, cwd=there)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "Lesson 1 is solved" in done.stdout
+
+
+def train_as_told(output, folder, before, *flags) -> None:
+    """Train with the command that setup.sh printed."""
+    command = re.search(r"to train: (.*)", output)[1]
+    done = run(*before, *shlex.split(command), *flags, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+BASE = """
+d_model, n_heads, n_layers, vocab_size, max_seq_len, alibi = 32, 2, 1, 512, 32, True
+dataset, tokenizer, val_fraction = "my/*.txt", "bpe-300", 0.1
+global_batch_size, max_steps, warmup_steps, run_dir = 4, 2, 1, "runs/base"
+device = "cpu"
+"""
+TUNED = BASE + 'init_from, run_dir = "runs/base/checkpoints/step-2", "runs/tuned"\n'
+
+
+@pytest.mark.slow
+def test_a_run_is_set_up_without_a_network(tmp_path, monkeypatch, tiny_text, alone):
+    """The user's config, tokens and base come along. torch is that of the Python below."""
+    home, folder, there = tmp_path / "home", tmp_path / "a stick's $name", tmp_path / "my run"
+    folder.mkdir()
+    bundle.copy_project(tmp_path)
+    (tmp_path / "project").rename(home)
+    shutil.copytree(tiny_text, home / "my")
+    (home / "my/base.py").write_text(BASE)
+    (home / "my/tuned run.py").write_text(TUNED)
+    assert run(sys.executable, "fsdp_train.py", "my/base.py", cwd=home).returncode == 0
+
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(bundle, "ROOT", home)
+    bundle.copy_project(folder)
+    bundle.copy_run("my/tuned run.py", folder / "project")
+    bundle.write_setup(folder, "my/tuned run.py")
+    (folder / "wheels").mkdir()
+    assert not list((folder / "project/my").glob("*.txt"))  # tokens alone
+    here = alone(vanish=True)
+    done = run(*here, "sh", f"{folder}/setup.sh", str(there), PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout + done.stderr
+    train_as_told(done.stdout, there, here)
+    assert (there / "runs/tuned/checkpoints/step-2").exists()
+    again = run(*here, "sh", f"{folder}/setup.sh", str(there), PYTHON=sys.executable)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_config_that_names_what_is_elsewhere_is_refused(tmp_path, monkeypatch, tiny_data):
+    monkeypatch.chdir(tmp_path)
+    flags = dict(flag[2:].split("=", 1) for flag in flags_for(tiny_data))
+    text = BASE + "".join(f"{key} = {value!r}\n" for key, value in flags.items())
+    tmp_path.joinpath("a.py").write_text(text.replace("'0.1'", "0.1"))
+    message = refusal(bundle.copy_run, "a.py", tmp_path / "project")
+    assert f"{tiny_data} is outside of this folder" in message
 
 
 def test_the_project_is_copied_without_what_each_machine_makes(tmp_path, monkeypatch):
@@ -63,7 +115,7 @@ def test_the_project_is_copied_without_what_each_machine_makes(tmp_path, monkeyp
 
 
 def test_another_version_of_python_is_refused_in_one_line(tmp_path):
-    bundle.write_setup(tmp_path)
+    bundle.write_setup(tmp_path, "a.py")
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\necho 3.9\n")
     old.chmod(0o755)
@@ -81,5 +133,5 @@ def test_a_folder_with_other_files_is_refused(tmp_path, name):
     with pytest.raises(UserError, match="has other files in it"):
         bundle.main([str(tmp_path)])
     assert sorted(os.listdir(tmp_path)) == sorted([name, "project"])
-    bundle.write_setup(tmp_path)
+    bundle.write_setup(tmp_path, "a.py")
     assert (tmp_path / "setup.sh").read_text().startswith(bundle.SETUP.partition("set -eu")[0])

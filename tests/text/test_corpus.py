@@ -345,14 +345,6 @@ def test_an_empty_file_is_said_by_the_program(write):
 # --- the Hub
 
 
-def test_the_hub_cannot_be_reached(tmp_path):
-    """A process with an empty cache and HF_HUB_OFFLINE=1."""
-    pytest.importorskip("datasets")
-    result = run("allenai/c4:en", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "cannot reach the Hub" in result.stderr and "use local files" in result.stderr
-
-
 @pytest.fixture
 def stream(tmp_path, monkeypatch):
     """stream(rows, subset="") streams a data set from a local folder, laid out as on the Hub.

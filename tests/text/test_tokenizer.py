@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, VOCAB_BPE, byte_level, refusal
+from conftest import ROOT, byte_level, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -403,28 +403,3 @@ def test_padding_truncation_and_large_ids(tmp_path):
     loaded = load(str(path))
     assert loaded.vocab_size == 100_001 and loaded.dtype == np.uint32
     assert 100_000 in loaded.encode("abc")
-
-
-def load_offline(cache: Path) -> subprocess.CompletedProcess:
-    """`python -m text.tokenizer gpt2` with this cache and without a network.
-
-    Its proxy is a port on which nothing answers.
-    """
-    proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-    env = dict(os.environ)
-    env |= dict.fromkeys(proxies, "http://127.0.0.1:9")
-    env |= {"NO_PROXY": "", "no_proxy": "", "TIKTOKEN_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-m", "text.tokenizer", "gpt2"]
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("damaged_file", [False, True])
-def test_gpt2_without_a_network_is_one_line(tmp_path, damaged_file):
-    if damaged_file:
-        (tmp_path / VOCAB_BPE).write_text("#version: 0.2\n")
-    done = load_offline(tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: GPT-2's tokenizer files") and done.stderr.count("\n") == 1
-    for fix in ("TIKTOKEN_CACHE_DIR", "--tokenizer=bpe-4096", "--tokenizer=bytes"):
-        assert fix in done.stderr
-    assert not os.listdir(tmp_path)  # tiktoken removes a damaged file
