@@ -376,6 +376,7 @@ class TrainConfig:
     save_minutes: float = 0.0  # also save when this many minutes have passed (0 = never)
     keep_last: int = 3  # keep this many of the newest checkpoints
     keep_every: int = 0  # also save every this many steps, and never delete those (0 = none)
+    remote: str = ""  # also keep the run in a store: s3://bucket/path, gs://, az://, file:///folder
     # --- lifecycle: resuming, bad steps, hangs
     resume: str = "auto"  # auto (continue), again (anew if finished), never (refuse), a checkpoint
     skip_steps: str = ""  # skip these steps' batches: 120:140 is steps 120 to 139 in metrics.jsonl
@@ -549,8 +550,8 @@ SAME_RESULT = set(
     """
     seed attn_impl data_dir microbatch_size device precision sharding tp sequence_parallel pp
     shard_size activation_checkpointing recompute_every compile peak_tflops eval_interval
-    icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last keep_every resume
-    max_bad_steps timeout_minutes
+    icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last keep_every remote
+    resume max_bad_steps timeout_minutes
     """.split()
 )
 

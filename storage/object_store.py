@@ -79,6 +79,10 @@ class StoreError(UserError):
         self.passes = passes
 
 
+class DamagedObject(StoreError):
+    """An object whose content is not what its list says."""
+
+
 def open_store(url: str) -> "Store":
     """The store at s3://bucket/path, gs://, az://container/path, file:///folder or memory://.
 
@@ -148,7 +152,7 @@ class Store:
             part.unlink()
             if left:
                 time.sleep(0.1)
-        raise StoreError(f"{self.url}: {key} is not what its list says: copy it there again")
+        raise DamagedObject(f"{self.url}: {key} is not what its list says: copy it there again")
 
     def continue_part(self, key: str, part: Path, size: int) -> tuple[int, int, str]:
         """Append to a file what it lacks of an object. Its bytes, crc32 and SHA-256 then."""

@@ -2,8 +2,8 @@
 
     python tests/store_server.py FOLDER     serves until no process of FOLDER/users is alive
 
-The server takes three seconds to start and 380 MB: all workers of a session share one. Each test has
-a proxy of its own, and the objects below a prefix of its own. See the fixture `store`.
+The server takes three seconds to start and 380 MB: all workers of a session share one. Each test
+has a proxy of its own, and the objects below a prefix of its own. See the fixture `store`.
 """
 
 import contextlib
@@ -75,9 +75,9 @@ def start(folder: Path) -> tuple[subprocess.Popen, int]:
         -master.volumeSizeLimitMB=64 -master.port={master} -volume.port={volume}
         -filer.port={filer} -s3.localSocket={folder}/s3.sock -filer.localSocket={folder}/filer.sock
     """
-    log = open(folder / "log", "w")
-    options = {"cwd": folder, "stdout": log, "stderr": log}
-    server = subprocess.Popen([weed(), "server", *flags.split()], **options)
+    with open(folder / "log", "w") as log:
+        options = {"cwd": folder, "stdout": log, "stderr": log}
+        server = subprocess.Popen([weed(), "server", *flags.split()], **options)
     wait_for_port(s3, server)
     make = f"s3.bucket.create -name {BUCKET}\n".encode()
     shell = [weed(), "shell", f"-master=127.0.0.1:{master}"]
