@@ -37,7 +37,8 @@ from program import UserError, require
 
 PART = 8 << 20  # bytes of a request. At most 10,000 make a file: larger files have larger parts
 BLOCK = 1 << 20  # bytes read or written at a time
-TRIES = 4  # of each action, beside those of the client
+TRIES = 4  # of each action,
+RETRIES = 4  # in each of which the client repeats a request as often as this
 
 # What stands in an error of the client, and what it means. The first that matches counts.
 MISSING = {
@@ -289,13 +290,13 @@ def connect(obstore, url: str, **timeouts):
     if kind == "memory":
         return obstore.store.MemoryStore()
     if kind == "file":
-        return obstore.store.LocalStore(rest, mkdir=True)
+        return obstore.store.LocalStore(rest, mkdir=True, automatic_cleanup=True)
     more = {}
     if kind == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
         more["checksum_algorithm"] = "SHA256"  # without it a store keeps damaged uploads
     # `timeout` is for a whole request: 300 s let parts through at 0.3 MB/s.
     options = {"connect_timeout": "5s", "timeout": "300s", "allow_http": True} | timeouts
-    retry = {"max_retries": 4, "retry_timeout": timedelta(seconds=120)}
+    retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=120)}
     return obstore.store.from_url(url, client_options=options, retry_config=retry, **more)
 
 
