@@ -39,6 +39,7 @@ PART = 8 << 20  # bytes of a request. At most 10,000 make a file: larger files h
 BLOCK = 1 << 20  # bytes read or written at a time
 TRIES = 4  # of each action,
 RETRIES = 4  # in each of which the client repeats a request as often as this
+PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
 
 # What stands in an error of the client, and what it means. The first that matches counts.
 MISSING = {
@@ -66,6 +67,7 @@ PASSING = {
     "503 Service": "the store is overloaded",
     "error sending request": "the store does not answer: is AWS_ENDPOINT_URL right?",
     "operation timed out": "the store does not answer in time",
+    "response body error": "the connection is cut again and again",
 }
 
 
@@ -152,7 +154,7 @@ class Store:
                 return
             part.unlink()
             if left:
-                time.sleep(0.1)
+                time.sleep(PAUSE)
         raise DamagedObject(f"{self.url}: {key} is not what its list says: copy it there again")
 
     def continue_part(self, key: str, part: Path, size: int) -> tuple[int, int, str]:
@@ -262,7 +264,7 @@ class Store:
         passes = not any(mark in text for mark in PERMANENT)
         if not passes or tries >= TRIES:
             raise StoreError(f"{self.url}: {cause(text)}", passes) from error
-        time.sleep(0.3 * 2**tries * random.uniform(0.5, 1.5))
+        time.sleep(PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1.5))
 
 
 def cause(text: str) -> str:

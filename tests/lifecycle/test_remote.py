@@ -46,7 +46,7 @@ def in_a_hurry(variables, rank=0):
         stack.enter_context(patch(leases, "BEAT", 0.3))
         for name, seconds in [("PAUSE", 0.2), ("POLL", 0.1), ("MINUTE", 1)]:
             stack.enter_context(patch(remote, name, seconds))
-        for name, number in [("TRIES", 2), ("RETRIES", 1)]:
+        for name, number in [("PAUSE", 0.05), ("RETRIES", 1)]:
             stack.enter_context(patch(object_store, name, number))
         yield
 
