@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -302,8 +303,8 @@ class Mirror:
                 if not resume.has_trained_on(meta, self.cfg.skip_steps):
                     found.append(each)
         fix = "set --resume=auto to resume it, or another --remote"
-        is_new = self.cfg.resume == "never"
-        require(not (is_new and found), f"{self.store.url} holds a run: {fix}")
+        begins = self.cfg.resume == "never" and not resume.was_restarted()
+        require(not (begins and found), f"{self.store.url} holds a run: {fix}")
         return found
 
     def download(self, found) -> bool:
@@ -344,6 +345,8 @@ class Mirror:
             checkpoint_files.put_aside(path, "damaged")
         self.bring_record()
         remote_checkpoints.place(found, part, path)
+        for leftover in part.parent.glob("step-*.part"):  # downloads that never ended
+            shutil.rmtree(leftover, ignore_errors=True)
 
     # --- checkpoints, to the store
 

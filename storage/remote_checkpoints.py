@@ -13,6 +13,7 @@ This file knows nothing of ranks: lifecycle/remote.py says which of them copies 
 import hashlib
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,38 +91,42 @@ def publish(store: Store, path: Path) -> None:
 # What is there
 
 
-def names_in(store: Store) -> list[str]:
-    """The folders of checkpoints, complete or not, newest first."""
-    names = [name for name in store.folders("checkpoints") if NAME.fullmatch(name)]
-    return sorted(names, key=step_of, reverse=True)
+def contents(store: Store) -> dict[str, dict[str, int]]:
+    """The checkpoints, complete or not, newest first: name -> {file: bytes}."""
+    found = {}
+    for path, size in store.sizes("checkpoints").items():
+        name, _, file = path.partition("/")
+        if NAME.fullmatch(name):
+            found.setdefault(name, {})[file] = size
+    return {name: found[name] for name in sorted(found, key=step_of, reverse=True)}
 
 
 def published(store: Store) -> list[Published]:
     """The complete checkpoints, newest first."""
-    found = [read(store, name) for name in names_in(store)]
+    found = [read(store, name, sizes) for name, sizes in contents(store).items()]
     return list(filter(None, found))
 
 
-def read(store: Store, name: str) -> Published | None:
+def read(store: Store, name: str, sizes: dict[str, int]) -> Published | None:
     """A checkpoint in a store; None if it is not complete, or its list is damaged."""
-    folder = f"checkpoints/{name}"
-    sizes = store.sizes(folder)
-    if LIST not in sizes:
-        return None
-    for _ in range(3):  # it may have been damaged on the way
-        try:
-            content = store.get(f"{folder}/{LIST}")
-        except FileNotFoundError:  # being deleted
-            return None
-        if digest(content) == name[-8:]:
-            break
-    else:
-        return None
-    checksums = checkpoint_files.parse_checksums(content, Path(folder))
+    content = get_list(store, name) if LIST in sizes else None
+    checksums = content and checkpoint_files.parse_checksums(content, Path(name))
     if checkpoint_files.incomplete(checksums):
         return None
     is_whole = all(sizes.get(name) == size for name, (size, _) in checksums.items())
     return Published(name, content, checksums) if is_whole else None
+
+
+def get_list(store: Store, name: str) -> bytes | None:
+    """checksums.json of a checkpoint, if its hash is that in the name."""
+    for _ in range(3):  # it may be damaged on the way
+        try:
+            content = store.get(f"checkpoints/{name}/{LIST}")
+        except FileNotFoundError:  # it is being deleted
+            return None
+        if digest(content) == name[-8:]:
+            return content
+    return None
 
 
 def meta_of(store: Store, found: Published) -> dict:
@@ -140,11 +145,15 @@ def download(store: Store, found: Published, names, folder: Path) -> None:
     StoreError or FileNotFoundError if one is damaged or gone, OSError if the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
+
+    def download_one(name):
         size, crc = found.checksums[name]
         target = files.member(folder, name, LIST)
         if not target.exists():  # it has its name once it is right
             store.download(f"checkpoints/{found.name}/{name}", target, size, crc)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(download_one, names))  # raises what one of them raised
 
 
 def place(found: Published, folder: Path, path: Path) -> None:
@@ -170,27 +179,25 @@ def remove(store: Store, name: str) -> None:
 
 def prune(store: Store, newest: str, keep_last: int, keep_every: int) -> None:
     """Delete what a run does not keep: as on its disk, and half uploads from before `newest`."""
-    steps = []  # of the complete ones, newest first
-    for name in names_in(store):
-        sizes = store.sizes(f"checkpoints/{name}")
+    steps = set()  # of the complete ones so far, newest first
+    for name, files_there in contents(store).items():
         step = step_of(name)
-        if f"{LIST}.replaced" in sizes:
+        if f"{LIST}.replaced" in files_there:
             continue
-        if LIST not in sizes:
-            if step <= step_of(newest) and name != newest:
-                remove(store, name)
-            continue
-        steps.append(step)
-        for_good = step == 0 or (keep_every and step % keep_every == 0)
-        if len(set(steps)) > keep_last and not for_good:
+        if LIST in files_there:
+            steps.add(step)
+            for_good = step == 0 or (keep_every and step % keep_every == 0)
+            is_kept = for_good or len(steps) <= keep_last
+        else:
+            is_kept = step > step_of(newest)
+        if not is_kept:
             remove(store, name)
 
 
 def withdraw_newer(store: Store, step: int) -> None:
     """Unpublish the checkpoints after a step, with which a run did not go on. They stay there."""
-    for name in names_in(store):
-        where = f"checkpoints/{name}/{LIST}"
-        if step_of(name) <= step or LIST not in store.sizes(f"checkpoints/{name}"):
-            continue
-        store.put(f"{where}.replaced", store.get(where))
-        store.delete(where)
+    for name, files_there in contents(store).items():
+        if step_of(name) > step and LIST in files_there:
+            where = f"checkpoints/{name}/{LIST}"
+            store.put(f"{where}.replaced", store.get(where))
+            store.delete(where)
