@@ -141,6 +141,7 @@ def part_now(run_dir: Path, parts: list[Part], max_steps: int) -> int:
     launches = [launch for launch in runlog.read_launches(run_dir) if "ranks" in launch]
     layouts = [(launch["ranks"], launch.get("tp", 1), launch.get("pp", 1)) for launch in launches]
     part = sum(before != after for before, after in itertools.pairwise(layouts))
+    part = min(part, len(parts) - 1)  # a run from elsewhere has the layouts of before
     if steps_done(run_dir) >= parts[part].share * max_steps:
         part += 1
     return min(part, len(parts) - 1)

@@ -1,4 +1,4 @@
-"""The mirror of a run in an object store: --remote=s3://bucket/runs/my1b, gs://, az://, file:///folder.
+"""The mirror of a run in an object store: --remote=s3://bucket/runs/my1b, gs://, az://, file:///...
 
     checkpoints/step-600.1a2b3c4d/    each complete checkpoint: storage/remote_checkpoints.py
     metrics.jsonl config.json ...     the record of the run, every minute
