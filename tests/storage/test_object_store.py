@@ -129,6 +129,15 @@ def test_of_many_who_create_one_wins(kind, fault, store, tmp_path):
     assert there.get("lease") == winners[0]
 
 
+def test_an_answer_that_is_lost_locks_nobody_out(store):
+    """The client repeats the request, and hears that there is such an object: its own."""
+    there, seen = open_store(store.url), store.proxy.requests
+    store.proxy.fault = lambda method, path: "lose" if len(seen) == 1 else None
+    assert there.create("lease", b"mine")
+    assert len(seen) == 3  # lost, refused, read back
+    assert not there.create("lease", b"other")
+
+
 @pytest.mark.parametrize(
     "variables, words",
     [
