@@ -3,8 +3,8 @@
 #                 with --resume=again)
 # make finetune   adapters teach that model to answer questions: one or two minutes; prints answers
 #                 before and after
-# make elastic    the same run on 1 rank, on 2, and moved 2 -> 4 -> 4 -> 1 with --tp and --pp
-#                 and a kill -9: five minutes, one picture
+# make elastic    the same run on 1 rank, and moved 1 -> 2 -> 4 (--tp, --pp) -> 1 over clusters that
+#                 share only an object store; one is killed: five minutes, one picture
 # make test       the quick tests: six minutes on two CPU cores, after the set-up
 # make test-all   the slow tests, without the quick ones: half an hour
 # make soak       the long tests, without the others: one to two hours, by estimate
@@ -59,7 +59,7 @@ finetune: setup runs/demo/checkpoints/step-700
 runs/demo/checkpoints/step-700: | setup
 	$(LAUNCH) fsdp_train.py configs/demo.py
 
-elastic: setup
+elastic: setup-lessons
 	$(PY) -m lessons.elastic $(ARGS)
 
 bundle: setup-lessons

@@ -99,6 +99,8 @@ class Checkpointer:
         self.stager = Stager(device)
         self.reads_back = True  # until one that was read back is published
         self.pending = None  # (step, future) of the save in the background
+        self.published = None  # the step that was published last
+        self.in_use = None  # the path of one that must stay: it is being copied
         # torch 2.9 warns of its own code.
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         rank_zero_decides(self.sweep)
@@ -153,6 +155,7 @@ class Checkpointer:
         self.pending = None
         error = future.exception()  # waits; on rank 0 it is the failure of any rank
         self.attempt(step, lambda: self.publish(step, error))
+        self.published = step
 
     def publish(self, step: int, error: BaseException | None) -> None:
         """Give a written checkpoint its final name, then remove old ones. On rank 0.
@@ -170,7 +173,7 @@ class Checkpointer:
         for old in complete(self.folder)[: -self.keep_last]:
             is_imported = number(old) == 0  # training saves its first after step 1
             for_good = self.keep_every and number(old) % self.keep_every == 0
-            if not is_imported and not for_good:
+            if not is_imported and not for_good and old != self.in_use:
                 # Rename it first: a half-removed checkpoint must not look complete.
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 

@@ -379,6 +379,7 @@ class TrainConfig:
     save_minutes: float = 0.0  # also save when this many minutes have passed (0 = never)
     keep_last: int = 3  # keep this many of the newest checkpoints
     keep_every: int = 0  # also save every this many steps, and never delete those (0 = none)
+    remote: str = ""  # also keep the run in a store: s3://bucket/path, gs://, az://, file:///folder
     # --- lifecycle: trackers, resuming, bad steps, hangs
     track: str = ""  # send the metrics to tensorboard, wandb, mlflow, trackio; wandb,mlflow to two
     resume: str = "auto"  # auto (continue), again (anew if finished), never (refuse), a checkpoint
@@ -619,8 +620,8 @@ SAME_RESULT = set(
     """
     seed attn_impl data_dir microbatch_size device precision sharding tp sequence_parallel pp
     shard_size activation_checkpointing recompute_every compile peak_tflops eval_interval
-    icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last keep_every track
-    resume max_bad_steps timeout_minutes
+    icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last keep_every remote
+    track resume max_bad_steps timeout_minutes
     """.split()
 )
 

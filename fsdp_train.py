@@ -58,6 +58,7 @@ def main(argv) -> None:
     check_settings(model_cfg, cfg, world)
     lease = Lease(cfg.run_dir)
     processes.rank_zero_decides(lease.take)
+    lease.mirror = open_mirror(cfg)  # --remote: what is newer there is here now
 
     # data
     folders = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
@@ -294,6 +295,15 @@ def resolve_auto(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.St
         cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, precision))
     n_rows = microbatch.fit(model_cfg, cfg, world, precision)
     return replace(cfg, microbatch_size=n_rows), precision, cadence
+
+
+def open_mirror(cfg: TrainConfig):
+    """The mirror of the run folder in a store; None without --remote. A collective."""
+    if not cfg.remote:
+        return None
+    from lifecycle import remote  # here, since most runs do without
+
+    return remote.open_mirror(cfg)
 
 
 def collective_timeout(cfg: TrainConfig) -> timedelta:

@@ -1,29 +1,30 @@
-"""One run in changing layouts of ranks, with a crash: the same curve, kept going by a supervisor.
+"""One run on changing clusters, of which one is lost: the same curve, by an object store alone.
 
     python -m lessons.elastic                  or `make elastic`: five minutes on two CPU cores
     python -m lessons.elastic --max_steps=120  with another setting of fsdp_train.py
 
-The run of configs/demo.py, shorter and in fp32, trains three times:
+The run of configs/demo.py, shorter and in fp32, trains twice:
 
-    runs/elastic/one      on 1 rank
-    runs/elastic/two      on 2 ranks
-    runs/elastic/moved    on 2 -> 4 -> 4 -> 1 ranks, which share the work in another way each time:
+    runs/elastic/one        on 1 rank, undisturbed
+    runs/elastic/moved-1    on 1 rank
+    runs/elastic/moved-2    on 2 ranks; each has all layers, and rows of its own
+    runs/elastic/moved-3    on 4 ranks, tp 2, pp 2: two stages of two layers; in each, two ranks cut
+                            every layer between them
+    runs/elastic/moved-4    on 1 rank
 
-                          2 ranks         each has all layers, and rows of its own
-                          4, tp 2, pp 2   two stages of two layers; in each, two ranks cut every
-                                          layer between them
-                          4, pp 4         four stages of one layer
-                          1 rank
-
-SIGTERM ends the first two parts of that run; they save first. kill -9 of one rank ends the third.
+The four folders stand for four clusters. They share nothing but runs/elastic/store, to which each
+mirrors its run (--remote=file:///...; s3://bucket/run is the same). SIGTERM ends the run on the
+first two clusters: it saves, and copies the rest. The third is lost, by kill -9 of all ranks while
+a checkpoint is being copied: the run goes on from the newest one that the store has completely.
 
 A supervisor is a loop. It starts the ranks. When one of them fails, it ends the others, which wait
 for it, and starts the same command again, unless the exit status says user error (2) or three
-launches in a row saved no checkpoint. Everything else is in the run folder: the newest complete
-checkpoint, of whole tensors, from which each rank takes its part; the order of the data is fixed.
+launches in a row saved no checkpoint. Everything else is in the run folder, or the store: the
+newest complete checkpoint, of whole tensors, from which each rank takes its part; the order of the
+data is fixed.
 
-So batch_hash, of the tokens that a step saw, must be the same in all three runs. In another layout
-the numbers of a step are summed in another order, so they differ by rounding errors, which training
+So batch_hash, of the tokens that a step saw, must be the same in both runs. In another layout the
+numbers of a step are summed in another order, so they differ by rounding errors, which training
 amplifies like any other noise. The final validation losses must agree within 0.03.
 
 After an interruption, the same command continues.
@@ -65,16 +66,12 @@ class Part(NamedTuple):
     pp: int = 1  # pipeline stages over which the layers are cut
 
 
-RUNS = {
-    "one": [Part(1)],
-    "two": [Part(2)],
-    "moved": [
-        Part(2, 0.25, signal.SIGTERM),
-        Part(4, 0.5, signal.SIGTERM, tp=2, pp=2),
-        Part(4, 0.75, signal.SIGKILL, pp=4),
-        Part(1),
-    ],
-}
+CLUSTERS = [
+    Part(1, 0.25, signal.SIGTERM),
+    Part(2, 0.5, signal.SIGTERM),
+    Part(4, 0.75, signal.SIGKILL, tp=2, pp=2),
+    Part(1),
+]
 
 
 class Launch:
@@ -144,6 +141,7 @@ def part_now(run_dir: Path, parts: list[Part], max_steps: int) -> int:
     launches = [launch for launch in runlog.read_launches(run_dir) if "ranks" in launch]
     layouts = [(launch["ranks"], launch.get("tp", 1), launch.get("pp", 1)) for launch in launches]
     part = sum(before != after for before, after in itertools.pairwise(layouts))
+    part = min(part, len(parts) - 1)  # a run from elsewhere has the layouts of before
     if steps_done(run_dir) >= parts[part].share * max_steps:
         part += 1
     return min(part, len(parts) - 1)
@@ -155,21 +153,43 @@ def finished(run_dir: Path, max_steps: int) -> bool:
     return newest is not None and newest.name == f"step-{max_steps}"
 
 
-def supervise(run_dir: Path, flags: list[str], parts: list[Part], max_steps: int) -> None:
-    """Launch the run again and again until it is finished.
+def move(folder: Path, flags: list[str], clusters: list[Part], max_steps: int) -> list[Path]:
+    """Each part in a folder of its own. Returns the folders: in the last one the run is finished.
 
+    What they share is folder/store.
+    """
+    store = (folder / "store").absolute()
+    runs = [folder / f"moved-{number}" for number in range(1, len(clusters) + 1)]
+    for number, (part, run) in enumerate(zip(clusters, runs, strict=True), 1):
+        if not any(later.exists() for later in runs[number:]):
+            supervise(run, [*flags, f"--remote=file://{store}"], [part], max_steps, store)
+    return runs
+
+
+def is_done(run_dir: Path, last: Part, max_steps: int) -> bool:
+    """Whether the run is finished, or was ended as its last part says."""
+    is_ended = last.ending and steps_done(run_dir) >= last.share * max_steps
+    return finished(run_dir, max_steps) or bool(is_ended)
+
+
+def supervise(
+    run_dir: Path, flags: list[str], parts: list[Part], max_steps: int, store: Path | None = None
+) -> None:
+    """Launch the run again and again until it is done.
+
+    store: a folder that mirrors the run; then SIGKILL hits all ranks, in the middle of a copy.
     UserError if a rank reports a user error, or three launches in a row save no checkpoint.
     """
     log = run_dir.with_suffix(".log")
     launches_in_vain = 0
-    while not finished(run_dir, max_steps):
+    while not is_done(run_dir, parts[-1], max_steps):
         checkpoint_before = checkpoint.latest(run_dir)
         part = parts[part_now(run_dir, parts, max_steps)]
         title = f"{run_dir.name:<6} {plot.layout_label(part.ranks, part.tp, part.pp):<20}"
         layout = [f"--tp={part.tp}", f"--pp={part.pp}"]
         launch = Launch([*flags, f"--run_dir={run_dir}", *layout], part.ranks, log)
         try:
-            watch(launch, run_dir, max_steps, title, part)
+            watch(launch, run_dir, max_steps, title, part, store)
         finally:
             launch.end()
 
@@ -184,11 +204,20 @@ def supervise(run_dir: Path, flags: list[str], parts: list[Part], max_steps: int
         require(goes_on, f"{run_dir} makes no progress, see {log}: {last_line}")
 
 
-def watch(launch: Launch, run_dir: Path, max_steps: int, title: str, part: Part) -> None:
+def being_copied(store: Path) -> bool:
+    """Whether a checkpoint is in the store, but not complete: its checksums are copied last."""
+    paths = list(store.glob("checkpoints/step-*/*"))
+    complete = {path.parent for path in paths if path.name == "checksums.json"}
+    return {path.parent for path in paths} != complete
+
+
+def watch(
+    launch: Launch, run_dir: Path, max_steps: int, title: str, part: Part, store: Path | None
+) -> None:
     """Report progress until a rank fails or all are done.
 
     The signal that ends the part is sent once, when its share of the steps is done: SIGTERM to all
-    ranks, SIGKILL to a random one.
+    ranks, SIGKILL to a random one; with a store to all, while a checkpoint is being copied.
     """
     ending = part.ending
     shown = steps_done(run_dir)
@@ -200,7 +229,11 @@ def watch(launch: Launch, run_dir: Path, max_steps: int, title: str, part: Part)
         shown = step
 
         if ending and step >= part.share * max_steps:
-            victim = random.randrange(len(launch.processes)) if ending == signal.SIGKILL else None
+            kills_all = ending == signal.SIGKILL and store
+            while kills_all and not being_copied(store) and launch.status() is None:
+                time.sleep(0.002)
+            kills_one = ending == signal.SIGKILL and not store
+            victim = random.randrange(len(launch.processes)) if kills_one else None
             target = "all" if victim is None else f"rank {victim}"
             print(f"{title} step {step}/{max_steps}: {ending.name} to {target}", flush=True)
             launch.send(ending, victim)
@@ -229,12 +262,12 @@ def check(runs: list[Path], max_steps: int) -> None:
 
 
 def main(argv) -> None:
-    """Train one, two and moved, then compare and draw them."""
+    """Train both, then compare and draw them."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the ranks too
     flags = [f"{ROOT}/configs/demo.py", *SETTINGS, *argv]
     _, cfg = config.load(flags, MPTConfig, TrainConfig)
     folder = Path(cfg.run_dir)
-    runs = [folder / name for name in RUNS]
+    runs = [folder / "one", folder / f"moved-{len(CLUSTERS)}"]
     flags_file = folder / "flags.txt"
     folder.mkdir(parents=True, exist_ok=True)
     flags_before = flags_file.read_text().split("\n") if flags_file.exists() else flags
@@ -244,8 +277,8 @@ def main(argv) -> None:
     if all(finished(run, cfg.max_steps) for run in runs):
         print("all runs are finished. To train them anew set another --run_dir")
 
-    for run, parts in zip(runs, RUNS.values(), strict=True):
-        supervise(run, flags, parts, cfg.max_steps)
+    supervise(runs[0], flags, [Part(1)], cfg.max_steps)
+    move(folder, flags, CLUSTERS, cfg.max_steps)
     plot.main([*map(str, runs), f"--out={folder}/elastic.png", "--diff"])
     check(runs, cfg.max_steps)
 

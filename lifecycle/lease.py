@@ -32,6 +32,7 @@ class Lease:
 
     me       what this process writes into the file
     lost     a message, once another run has taken over; else empty
+    mirror   the copy of the folder in a store, with a lease of its own (--remote); else None
 
     A context manager: it releases the lease, if `take` was called.
     """
@@ -46,6 +47,7 @@ class Lease:
             "beat": 0,
         }
         self.lost = ""
+        self.mirror = None
         self.released = threading.Event()
         self.heartbeat = threading.Thread(target=self.keep_beating, daemon=True)
 
@@ -104,6 +106,8 @@ class Lease:
     def check(self) -> None:
         """Raise UserError if another run took over, for example while this one was suspended."""
         require(not self.lost, self.lost)
+        if self.mirror:
+            self.mirror.check()
 
     def write(self, content: dict | None) -> None:
         """Write the file in place, since the lock is on the file and not on its name.
@@ -120,6 +124,9 @@ class Lease:
 
     def __exit__(self, *error) -> None:
         """Release the lease, so that the next start, on another machine, need not wait."""
+        if self.mirror:
+            self.mirror.__exit__(*error)
+            self.mirror = None
         if not self.heartbeat.is_alive() and not self.lost:
             return  # not rank 0
         self.released.set()

@@ -38,6 +38,7 @@ class StepConsensus:
     stop_signal: int = 0  # stop the run: the number of the signal that a rank received
     save: bool = False  # save now: --save_minutes have passed
     no_save_running: bool = False  # no rank is still writing a checkpoint
+    no_copy_running: bool = False  # no rank is still copying one to --remote
     bad_step: bool = False  # the step changed nothing: its loss or gradient was not finite
     slowest_rank: int = 0  # the straggler, a global rank
     slowest_by: float = 1.0  # its seconds outside collectives / those of the fastest rank
@@ -45,7 +46,13 @@ class StepConsensus:
 
 
 def agree(
-    world, stop_signal: int, save: bool, no_save_running: bool, seconds: float, memory_gb: float
+    world,
+    stop_signal: int,
+    save: bool,
+    no_save_running: bool,
+    seconds: float,
+    memory_gb: float,
+    no_copy_running: bool = True,
 ) -> StepConsensus:
     """Combine what each rank wants: any rank's stop or save applies to all. A collective.
 
@@ -54,19 +61,20 @@ def agree(
     """
     seconds_of_rank = torch.zeros(world.global_size, dtype=torch.float64)
     seconds_of_rank[world.global_rank] = seconds
-    own = [stop_signal, save, not no_save_running, memory_gb]
+    own = [stop_signal, save, not no_save_running, not no_copy_running, memory_gb]
     combined = torch.cat([torch.tensor(own, dtype=torch.float64), seconds_of_rank])
     if world.global_size > 1:
         dist.all_reduce(combined, op=dist.ReduceOp.MAX)
-    stop_signal, save, writing = (int(wish) for wish in combined[:3])
-    seconds_of_rank = combined[4:].clamp(min=1e-6)
+    stop_signal, save, writing, copying = (int(wish) for wish in combined[:4])
+    seconds_of_rank = combined[5:].clamp(min=1e-6)
     return StepConsensus(
         stop_signal=stop_signal,
         save=bool(save),
         no_save_running=not writing,
+        no_copy_running=not copying,
         slowest_rank=int(seconds_of_rank.argmax()),
         slowest_by=round(float(seconds_of_rank.max() / seconds_of_rank.min()), 2),
-        memory_gb=float(combined[3]),
+        memory_gb=float(combined[4]),
     )
 
 
@@ -79,6 +87,9 @@ class Reporter:
         self.world, self.peak = world, peak
         self.flops_per_token = flops_per_token(model_cfg, cfg)
         self.cadence, self.checkpointer, self.guard = cadence, checkpointer, guard
+        self.mirror = guard.lease.mirror
+        if self.mirror:
+            self.mirror.watch(checkpointer, first_step)
         self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, first_step)
         self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
         self.unread = collections.deque()
@@ -117,7 +128,10 @@ class Reporter:
             no_save_running=self.checkpointer.settled(),
             seconds=own_seconds(),
             memory_gb=runlog.memory_gb(self.world.device),
+            no_copy_running=not self.mirror or self.mirror.settled(),
         )
+        if self.mirror and agreed.no_copy_running:
+            self.mirror.copy_newest()
         agreed.bad_step = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
         self.log_row(step, loss, grad_norm, batch_hash, step_seconds, agreed)
         self.bad_steps.check()

@@ -203,14 +203,13 @@ def why_unfit(path: Path, cfg: TrainConfig) -> tuple[str, str]:
     """
     if damage := verify(path):
         return "damaged", f"is damaged ({damage})"
-    if processes.rank_zero_decides(lambda: has_trained_on(path, cfg.skip_steps)):
+    if processes.rank_zero_decides(lambda: has_trained_on(read_meta(path), cfg.skip_steps)):
         return "replaced", f"was trained on steps that --skip_steps={cfg.skip_steps} now skips"
     return "", ""
 
 
-def has_trained_on(path: Path, skip_steps: str) -> bool:
-    """Was a checkpoint trained on any of the steps `skip_steps`?"""
-    meta = read_meta(path)
+def has_trained_on(meta: dict, skip_steps: str) -> bool:
+    """Was a checkpoint trained on any of the steps `skip_steps`? meta: its meta.json."""
     skipped_then = step_ranges(meta.get("skip_steps", ""))
     for skipped_now in step_ranges(skip_steps):
         for step in range(skipped_now.start, min(skipped_now.stop, meta["step"])):

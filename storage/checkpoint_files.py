@@ -103,12 +103,22 @@ def read_checksums(path: Path) -> dict | None:
     """
     source = path / "checksums.json"
     try:
-        table = files.read_json(source)
+        content = files.read_bytes(source, files.MAX_JSON)
+    except (UserError, FileNotFoundError, NotADirectoryError):
+        return None
+    return parse_checksums(content, path)
+
+
+def parse_checksums(content: bytes, path: Path) -> dict | None:
+    """The same from the content of checksums.json. path: the checkpoint's."""
+    source = path / "checksums.json"
+    try:
+        table = files.parse_json(content, str(source))
         for name, entry in table.items():
             files.member(path, name, source)
             is_pair = isinstance(entry, list) and [type(number) for number in entry] == [int, int]
             require(is_pair, f"{source} does not give bytes and crc32 of {name}")
-    except (UserError, FileNotFoundError, NotADirectoryError):
+    except UserError:
         return None
     return {name: tuple(entry) for name, entry in table.items()}
 

@@ -108,7 +108,7 @@ def test_a_checkpoint_is_of_the_same_model_and_data(old):
     model_cfg, cfg = load(["settings.py"], MPTConfig, TrainConfig)
     fingerprint = read_summary(Path("tokens"))["fingerprint"]
     resume.check_same(path, meta, model_cfg, cfg, fingerprint)
-    assert not resume.has_trained_on(path, cfg.skip_steps)
+    assert not resume.has_trained_on(meta, cfg.skip_steps)
 
 
 # --------------------------------------------------------------------------------------------------

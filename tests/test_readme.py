@@ -151,7 +151,7 @@ def perform(copy):
 def runs(copy, perform):
     """In the copy: runs, tables of a benchmark, weights from elsewhere and an adapter."""
     perform("python fsdp_train.py configs/demo.py")
-    names = ("base", "hot", "sdpa", "rope", "elastic/one", "elastic/two", "elastic/moved")
+    names = ("base", "hot", "sdpa", "rope", "elastic/one", "elastic/moved-4")
     for name in (*names, "whole", "stages"):
         shutil.copytree(copy / "runs/demo", copy / "runs" / name)
 

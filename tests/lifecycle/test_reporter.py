@@ -43,6 +43,7 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
         "stop_signal": 0,
         "save": False,
         "no_save_running": True,
+        "no_copy_running": True,
         "bad_step": False,
         "slowest_rank": 0,
         "slowest_by": 1.0,
@@ -121,6 +122,7 @@ class Lagging:
         self.cadence = Cadence(cfg)
         self.rows, self.always_shown = [], []
         self.signals = SimpleNamespace(stop_signal=0)
+        lease = SimpleNamespace(mirror=None)
         timer = SimpleNamespace(take=lambda: lambda: 0.1)
         self.reporter = reporter.Reporter(
             SimpleNamespace(row=self.row, stop_signal=0),
@@ -130,7 +132,7 @@ class Lagging:
             None,
             self.cadence,
             SimpleNamespace(settled=lambda: True),
-            SimpleNamespace(signals=self.signals, straggler_timer=timer),
+            SimpleNamespace(signals=self.signals, straggler_timer=timer, lease=lease),
             first_step=0,
         )
         self.reporter.lag = 1

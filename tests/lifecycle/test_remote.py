@@ -1,0 +1,457 @@
+"""--remote: a run whose only memory is an object store, under kills, cuts and lost answers.
+
+Against a real S3 server; where that adds nothing, a folder is the store.
+
+    .venv/bin/python -m pytest tests/lifecycle/test_remote.py -m long      ten kills
+"""
+
+import contextlib
+import functools
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import store_server
+from conftest import flags_for, refusal, slowly
+from launches import FLAGS, FOREVER, Job, steps_of, train_in, wait_for
+
+import checkpoint
+import fsdp_train
+from lessons.elastic import steps_done
+from lifecycle import lease as leases
+from lifecycle import remote
+from lifecycle.remote import RemoteLease
+from program import UserError
+from storage import checkpoint_files, object_store, remote_checkpoints
+from storage.object_store import open_store
+
+pytest.importorskip("obstore", reason="object stores need obstore: see requirements-extra.txt")
+
+INTERVAL = 4
+SAVES = [*FLAGS, f"--save_interval={INTERVAL}", "--keep_last=2"]
+
+
+@contextlib.contextmanager
+def in_a_hurry(variables, rank=0):
+    """Seconds become tenths; and these environment variables are set."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, variables))
+        patch = functools.partial(mock.patch.object)
+        stack.enter_context(patch(leases, "BEAT", 0.3))
+        for name, seconds in [("PAUSE", 0.2), ("POLL", 0.1), ("MINUTE", 1)]:
+            stack.enter_context(patch(remote, name, seconds))
+        for name, number in [("PAUSE", 0.05), ("RETRIES", 1)]:
+            stack.enter_context(patch(object_store, name, number))
+        yield
+
+
+@pytest.fixture
+def hurry():
+    with in_a_hurry({}):
+        yield
+
+
+def names_of(url) -> list[int]:
+    """The steps of the complete checkpoints, newest first, each of which is sound."""
+    store = open_store(url)
+    found = remote_checkpoints.published(store)
+    for each in found:
+        for name, (size, crc) in each.checksums.items():
+            content = store.get(f"checkpoints/{each.name}/{name}")
+            assert [len(content), object_store.zlib.crc32(content)] == [size, crc]
+    return [each.step for each in found]
+
+
+# --------------------------------------------------------------------------------------------------
+# The lease
+
+
+def test_a_remote_has_one_owner(tmp_path, hurry, capsys):
+    store = open_store(f"file://{tmp_path}/there")
+    first = RemoteLease(store, "a")
+    first.take()
+    beating = threading.Event()
+    threading.Thread(target=lambda: keep(first, beating), daemon=True).start()
+    message = refusal(RemoteLease(store, "b").take)
+    assert f"is owned by process {os.getpid()} on " in message and "another --remote" in message
+    beating.set()  # it is dead now
+    second = RemoteLease(store, "b")
+    second.take()
+    assert second.generation == first.generation + 1
+    first.beat()
+    assert "is now owned by" in first.lost
+    second.me["released"] = True
+    second.beat()
+    begin = time.monotonic()
+    third = RemoteLease(store, "c")
+    third.take()
+    again = RemoteLease(store, "c")  # the same folder, after a kill
+    again.take()
+    assert time.monotonic() - begin < leases.BEAT
+    for _ in range(remote.KEPT + 3):
+        again.take()
+    assert len(store.sizes("lease")) == remote.KEPT + 2
+
+
+def keep(lease, ended) -> None:
+    while not ended.wait(0.02):
+        lease.beat()
+
+
+@pytest.mark.parametrize("kind, fault", [("file", None), slowly("s3", None), slowly("s3", "lose")])
+def test_of_many_who_want_a_remote_one_gets_it(kind, fault, tmp_path, request, hurry):
+    url = f"file://{tmp_path}/there"
+    if kind == "s3":
+        store, chance = request.getfixturevalue("store"), random.Random(1)
+        store.proxy.fault = lambda method, path: fault if chance.random() < 0.1 else None
+        url = store.url
+    there = open_store(url)
+    owners, others = [], []
+
+    def take(name):
+        try:
+            lease = RemoteLease(there, name)
+            lease.take()
+            owners.append(name)
+            while others != [None] * 3:
+                lease.beat()
+        except UserError:
+            others.append(None)
+
+    threads = [threading.Thread(target=take, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(owners) == 1
+
+
+def test_a_store_that_ignores_the_condition_is_refused(tmp_path, hurry):
+    store = open_store(f"file://{tmp_path}/there")
+    put = store.client.put
+    store.client = mock.Mock(wraps=store.client)
+    store.client.put = lambda key, content, **more: put(key, content)
+    assert "ignores conditional writes" in refusal(RemoteLease(store, "a").take)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 1}', b"\xff"])
+def test_a_damaged_lease_has_no_owner(tmp_path, content, hurry):
+    store = open_store(f"file://{tmp_path}/there")
+    store.put("lease/00000007.json", content)
+    store.put("lease/notes", b"")
+    lease = RemoteLease(store, "a")
+    lease.take()
+    assert lease.generation == 8
+
+
+def test_the_token_belongs_to_a_folder_on_a_machine(tmp_path, monkeypatch):
+    cfg = fsdp_train.TrainConfig(run_dir=str(tmp_path), remote="file:///there")
+    token = remote.token_of(cfg)
+    assert remote.token_of(cfg) == token
+    monkeypatch.setattr(remote.platform, "node", lambda: "elsewhere")
+    assert remote.token_of(cfg) != token
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+class Cluster:
+    """Machines with a folder of their own, which share nothing with others but a store."""
+
+    def __init__(self, tmp_path, tiny_data, url, variables=None):
+        self.tmp_path, self.url = tmp_path, url
+        self.variables = variables or {}
+        self.flags = [*SAVES, *flags_for(tiny_data), f"--remote={url}"]
+        self.count = 0
+
+    def folder(self) -> Path:
+        """A new one."""
+        self.count += 1
+        folder = self.tmp_path / f"cluster-{self.count}"
+        folder.mkdir()
+        return folder
+
+    def train(self, ranks, *flags, folder=None) -> tuple[int, str, str]:
+        """A run to its end: status and message of rank 0, output of all."""
+        where = folder or self.folder()
+        flags = [*self.flags, "--run_dir=run", *flags]
+        results = ranks(train_in, str(where), flags, functools.partial(in_a_hurry, self.variables))
+        return results[0][0], results[0][1], "".join(out for _, _, out in results)
+
+
+def rows_of(folder) -> dict:
+    """step -> loss and hash."""
+    rows = steps_of(folder / "run")
+    return {step: (row["loss"], row["batch_hash"]) for step, row in rows.items()}
+
+
+@pytest.fixture
+def in_folder(tmp_path, tiny_data):
+    return Cluster(tmp_path, tiny_data, f"file://{tmp_path}/there")
+
+
+@pytest.mark.parametrize("size", [2, slowly(4), slowly(1)])
+def test_a_run_goes_on_where_nothing_but_the_store_is_known(ranks, in_folder, size):
+    """Its record is there, too."""
+    status, message, out = in_folder.train(ranks(2), "--max_steps=6")
+    assert status == 0 and "downloading" not in out, message
+    assert names_of(in_folder.url)[0] == 6  # some of those in between are left out
+
+    folder = in_folder.folder()
+    status, message, out = in_folder.train(ranks(size), "--max_steps=10", folder=folder)
+    assert status == 0 and "downloading step-6" in out, message
+    assert [*rows_of(folder)] == [*range(1, 11)]
+    assert names_of(in_folder.url)[0] == 10 and len(names_of(in_folder.url)) <= 2
+    launches = (folder / "run/launches.jsonl").read_text().splitlines()
+    assert [json.loads(line)["first_step"] for line in launches] == [0, 6]
+
+
+@pytest.mark.slow
+def test_the_machine_of_before_goes_on(ranks, in_folder):
+    """It downloads what is newer, and nothing else. A finished run says so."""
+    a, b = in_folder.folder(), in_folder.folder()
+    in_folder.train(ranks(1), "--max_steps=6", folder=a)
+    in_folder.train(ranks(1), "--max_steps=10", folder=b)
+    status, _, out = in_folder.train(ranks(1), "--max_steps=10", folder=a)
+    assert status == 0 and "downloading step-10" in out and "finished" in out
+    status, _, out = in_folder.train(ranks(1), "--max_steps=12", folder=a)
+    assert status == 0 and "downloading" not in out
+    assert "resuming from run/checkpoints/step-10" in out
+    assert [*rows_of(a)] == [*range(1, 13)]
+    assert remote.RemoteLease(open_store(in_folder.url), "").newest()[1]["released"]
+
+
+@pytest.mark.slow
+def test_what_is_half_deleted_or_damaged_is_passed_over(ranks, in_folder):
+    folder = in_folder.folder()
+    for steps in (4, 8, 12):
+        done = in_folder.train(ranks(1), f"--max_steps={steps}", "--keep_last=3", folder=folder)
+        assert done[0] == 0
+    store = open_store(in_folder.url)
+    assert names_of(in_folder.url) == [12, 8, 4]
+    newest, middle, oldest = remote_checkpoints.published(store)
+    store.delete(f"checkpoints/{newest.name}/.metadata")
+    damaged = f"checkpoints/{middle.name}/__0_0.distcp"
+    store.put(damaged, store_server.flipped(store.get(damaged)))
+
+    folder = in_folder.folder()
+    status, message, out = in_folder.train(ranks(2), "--max_steps=12", folder=folder)
+    assert status == 0, message
+    assert "step-8 in file://" in out and "is passed over" in out
+    assert "resuming from run/checkpoints/step-4" in out
+    assert names_of(in_folder.url)[0] == 12
+    assert [*rows_of(folder)] == [*range(1, 13)]
+
+
+@pytest.mark.slow
+def test_here_or_there_the_newest_sound_one_wins(ranks, in_folder):
+    """A damaged one here is put aside; steps that are skipped now count as unfit, there as well."""
+    a = in_folder.folder()
+    assert in_folder.train(ranks(1), "--max_steps=12", folder=a)[0] == 0
+    target = a / "run/checkpoints/step-12/__0_0.distcp"
+    target.write_bytes(store_server.flipped(target.read_bytes()))
+    status, _, out = in_folder.train(ranks(1), "--max_steps=14", folder=a)
+    assert status == 0 and "downloading step-12" in out
+    assert (a / "run/checkpoints/step-12.damaged").exists()
+
+    assert names_of(in_folder.url)[:2] == [14, 12]
+    flags = ["--max_steps=14", "--skip_steps=13:14"]
+    status, message, out = in_folder.train(ranks(1), *flags)
+    assert status == 0 and "resuming from run/checkpoints/step-12" in out, message
+    withdrawn = [*(in_folder.tmp_path / "there/checkpoints").glob("step-14.*/*.replaced")]
+    assert len(withdrawn) == 1 and names_of(in_folder.url)[:2] == [14, 12]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_down_delays_nothing(ranks, tmp_path, tiny_data, store):
+    """The run says so once, goes on, and catches up."""
+    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
+    folder, seen = cluster.folder(), store.proxy.requests
+    store.proxy.fault = lambda method, path: "refuse" if 40 < len(seen) < 100 else None
+    status, message, out = cluster.train(ranks(1), "--max_steps=40", folder=folder)
+    assert status == 0, message
+    assert out.count("The run goes on, and copies later") == 1
+    assert out.count("answers again") == 1
+    assert names_of(store.url)[0] == 40
+    stored = open_store(store.url).get("metrics.jsonl")
+    assert stored == (folder / "run/metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_wait_at_the_end_is_bounded(ranks, tmp_path, tiny_data, store):
+    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
+    store.proxy.fault = lambda method, path: "refuse" if "distcp" in path else None
+    with mock.patch.object(cluster, "variables", store.variables):
+        prepare = functools.partial(impatient, store.variables)
+        folder = cluster.folder()
+        flags = [*cluster.flags, "--run_dir=run", "--max_steps=8"]
+        ((status, _, out),) = ranks(1)(train_in, str(folder), flags, prepare)
+    assert status == 0
+    assert "waiting at most 1 s" in out
+    assert "is not in s3://" in out and "the same command copies the rest" in out
+    store.proxy.fault = lambda method, path: None
+    assert cluster.train(ranks(2), "--max_steps=8", folder=folder)[0] == 0  # finished, but copies
+    assert names_of(store.url) == [8]
+
+
+@contextlib.contextmanager
+def impatient(variables, rank):
+    with in_a_hurry(variables), mock.patch.object(remote, "WAIT", 1):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "url, variables, words",
+    [
+        ("s3://nowhere/run", {}, "there is no such bucket"),
+        ("", {"AWS_SECRET_ACCESS_KEY": "another"}, "wrong secret key"),
+        ("", store_server.READER, "lack permission"),
+    ],
+)
+def test_a_store_that_refuses_is_one_line(ranks, tmp_path, tiny_data, store, url, variables, words):
+    cluster = Cluster(tmp_path, tiny_data, url or store.url, store.variables | variables)
+    status, message, out = cluster.train(ranks(1), "--max_steps=4")
+    assert status == 2 and words in message and "\n" not in message
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(ranks, in_folder, python, tmp_path):
+    assert in_folder.train(ranks(1), "--max_steps=4")[0] == 0
+    done = python(*in_folder.flags, "--run_dir=run", "--max_steps=8", largest_file=40_000)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "File too large" in done.stderr
+    assert "step-4" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_clusters_cannot_own_a_run(ranks, tmp_path, tiny_data, store):
+    """The second one refuses. If it takes over while the first is suspended, the first stops."""
+    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
+    folder, flags = cluster.folder(), [*cluster.flags, "--run_dir=run", *FOREVER]
+    fault = functools.partial(in_a_hurry, store.variables)
+    with Job(folder, 1, fsdp_train.main, flags, fault=fault) as first:
+        wait_for(lambda: names_of(store.url) or not first.runs())
+        status, message, _ = cluster.train(ranks(1), "--max_steps=40")
+        assert status == 2 and "is owned by process" in message
+        first.send(signal.SIGSTOP, 0)
+        newest = names_of(store.url)[0]
+        status, message, _ = cluster.train(ranks(1), f"--max_steps={newest + 20}")
+        assert status == 0, message
+        first.send(signal.SIGCONT, 0)
+        assert first.wait() == [2]
+        (line,) = first.errors()
+        assert "is now owned by" in line
+
+
+# --------------------------------------------------------------------------------------------------
+# Kills
+
+
+def soak(tmp_path, tiny_data, store, ranks, kills: int) -> None:
+    """A run on 2 ranks that is killed again and again; each time other machines go on.
+
+    Every tenth request fails in some way. At the end its curve is that of a calm run, bit by bit.
+    """
+    seed = int(os.environ.get("SOAK_SEED", time.time_ns() % 10**6))
+    print(f"\nSOAK_SEED={seed}")
+    chance = random.Random(seed)
+    faults = ["503", "refuse", "cut", "corrupt", "lose", 0.2]
+    store.proxy.fault = lambda method, path: chance.choice(faults + 54 * [None])
+    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
+    fault = functools.partial(in_a_hurry, store.variables)
+    flags = [*cluster.flags, "--run_dir=run"]
+    newest = 0
+    for number in range(kills):
+        folder = cluster.folder()
+        with Job(folder, 2, fsdp_train.main, [*flags, *FOREVER], fault=fault) as job:
+            kill(job, store, newest, chance)
+        last, before = steps_done(folder / "run"), newest
+        newest = names_of(store.url)[0]
+        assert newest >= before
+        assert f"downloading step-{before} " in job.log() or not number
+        print(f"killed at step {last}, the store has {names_of(store.url)}", flush=True)
+
+    end = ["--schedule=constant", f"--max_steps={newest + 6}"]
+    status, message, out = cluster.train(ranks(2), *end)
+    assert status == 0 and f"downloading step-{newest} " in out, message
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    flags = [*SAVES, *flags_for(tiny_data), "--run_dir=run", *end]
+    assert ranks(2)(train_in, str(calm), flags)[0][0] == 0
+    assert rows_of(cluster.tmp_path / f"cluster-{cluster.count}") == rows_of(calm)
+
+
+def kill(job, store, newest: int, chance) -> None:
+    """Wait until the store has a newer checkpoint, then for a random moment; kill -9 some ranks."""
+    seen = store.proxy.requests
+    wait_for(lambda: published_after(store.url, newest) or not job.runs())
+    if chance.random() < 0.6:  # in the middle of an upload
+        wait_for(lambda: "distcp" in seen[-1][1] and seen[-1][0] == "PUT" or not job.runs())
+    time.sleep(chance.uniform(0, 0.2))
+    assert job.runs(), job.log()[-3000:]
+    for rank in chance.choice([[0], [1], [0, 1]]):
+        job.send(signal.SIGKILL, rank)
+
+
+def published_after(url, step: int) -> bool:
+    """Has the store a complete checkpoint after this step?"""
+    with contextlib.suppress(UserError):
+        found = remote_checkpoints.published(open_store(url))
+        return bool(found) and found[0].step > step
+    return False
+
+
+@pytest.mark.slow
+def test_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ranks):
+    soak(tmp_path, tiny_data, store, ranks, kills=2)
+
+
+@pytest.mark.long
+def test_many_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ranks):
+    soak(tmp_path, tiny_data, store, ranks, kills=10)
+
+
+@pytest.mark.slow
+def test_after_a_kill_no_more_than_an_interval_is_lost(tmp_path, tiny_data, store):
+    """If the last checkpoint was uploaded: those steps, and those taken while the next is saved."""
+    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
+    fault = functools.partial(slow_steps, store.variables)
+    folder, flags = cluster.folder(), [*cluster.flags, "--run_dir=run", *FOREVER]
+
+    def is_copied():
+        newest = checkpoint.latest(folder / "run")
+        return newest and published_after(store.url, checkpoint.number(newest) - 1)
+
+    with Job(folder, 2, fsdp_train.main, flags, fault=fault) as job:
+        wait_for(lambda: is_copied() or not job.runs())
+        for rank in (0, 1):
+            job.send(signal.SIGKILL, rank)
+        job.wait()
+        assert steps_done(folder / "run") - names_of(store.url)[0] <= 2 * INTERVAL
+
+
+@contextlib.contextmanager
+def slow_steps(variables, rank):
+    take = fsdp_train.train_step
+
+    def train_step(*args):
+        time.sleep(0.2)
+        return take(*args)
+
+    with in_a_hurry(variables), mock.patch.object(fsdp_train, "train_step", train_step):
+        yield
+
+
+def test_each_file_of_a_checkpoint_has_its_rank():
+    names = [".metadata", "meta.json", "__0_0.distcp", "__3_0.distcp", "__3_1.distcp"]
+    assert [remote.rank_of(name, 4) for name in names] == [0, 0, 0, 3, 3]
+    assert [remote.rank_of(name, 2) for name in names] == [0, 0, 0, 1, 1]
+    assert checkpoint_files.parse_checksums(b'{"../a": [1, 2]}', Path("x")) is None
