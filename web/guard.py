@@ -4,6 +4,7 @@
     request id           the client's X-Request-ID, or a new one; in the answer and the log
     Host, Origin         other sites must not reach a server on this machine through a browser
     keys                 Authorization: Bearer KEY, compared in constant time
+    size                 413 for a body whose head says that it is too long (FastAPI counts others)
     open requests        429 beyond a limit that lies below the limit of open files
     time                 408 for a client that sends its body too slowly; an answer that nobody
                          reads ends with its request's time
@@ -29,6 +30,7 @@ from web.metrics import Metrics
 from web.shapes import ApiError
 
 SPARE_FILES = 200  # open files beside those of requests
+MOST_BYTES = 4 * 2**20  # of a body
 BODY_SECONDS = 30
 READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
 OPEN_TO_ALL = ("/health",)  # without a key, and whatever the load
@@ -135,6 +137,8 @@ class Guard:
     def check(self, scope, headers: dict) -> int | None:
         """The number of the request's key, from 1. ApiError for a request that is refused."""
         self.check_site(headers)
+        if int(headers.get(b"content-length", 0)) > MOST_BYTES:
+            raise too_large()
         if scope["path"] in OPEN_TO_ALL:
             return None
         number = self.number_of_key(headers.get(b"authorization", b""))
@@ -228,6 +232,11 @@ async def within(seconds: float, awaitable):
         return task.result() if done else None
     finally:
         task.cancel()
+
+
+def too_large() -> ApiError:
+    """The answer to a body beyond the limit."""
+    return ApiError(413, f"the body is larger than {MOST_BYTES:,} bytes: send less at once")
 
 
 async def send_error(error: ApiError, send) -> None:

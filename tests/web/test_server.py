@@ -1,22 +1,19 @@
 """serve.py as clients see it: a real server, OpenAI's client with strict validation, plain HTTP."""
 
 import contextlib
-import http.client
 import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment
+from servers import ASK, CHAT, KEY, Served, served_folder, wait_for
 
 import checkpoint
 from config import TrainConfig
@@ -27,90 +24,12 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 pytestmark = pytest.mark.slow
-KEY = "a-key-of-the-tests-0001"
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_run, tmp_path_factory):
     """A run, and a folder of two adapters for it."""
-    folder = tmp_path_factory.mktemp("served")
-    shutil.copytree(tiny_run, folder / "run")
-    settings = TrainConfig(init_from="any", lora_rank=4, lora_alpha=8.0)
-    cfg = load.settings_of(checkpoint.find(str(folder / "run")))
-    for seed, name in enumerate(["anna", "bert"]):
-        write_random(folder / "adapters" / name, cfg, settings, seed)
-    (folder / "keys.txt").write_text(f"# whose key it is\n{KEY} the tests\n")
-    return folder
-
-
-def wait_for(condition) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-class Served:
-    """A running serve.py."""
-
-    def __init__(self, folder, *flags):
-        command = [sys.executable, str(ROOT / "serve.py"), "run", "--port=0", "--max_tokens=256"]
-        self.log = Path(tempfile.mkdtemp(dir=folder)) / "log.txt"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, *flags],
-                cwd=folder,
-                env={**clean_environment(), "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        first = self.process.stdout.readline()
-        if not first:
-            self.process.wait(PATIENCE)
-            raise AssertionError(self.said())
-        self.port = int(re.search(r":(\d+)\. Try:", first)[1])
-        self.curl = self.process.stdout.readline()
-
-    def said(self) -> str:
-        """What it has written to standard error."""
-        return self.log.read_text()
-
-    def request(self, method, path, body=None, headers=(), key=KEY):
-        """(status, headers, text) of one request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        headers = {"Content-Type": "application/json", **dict(headers)}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        content = body if isinstance(body, str | bytes | None) else json.dumps(body)
-        connection.request(method, path, content, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, dict(answer.headers), text
-
-    def post(self, path, body, **more):
-        """(status, JSON) of a POST."""
-        status, _, text = self.request("POST", path, body, **more)
-        return status, json.loads(text)
-
-    def metric(self, name) -> int:
-        """A number of /metrics."""
-        return int(re.search(rf"^{name} (\d+)$", self.request("GET", "/metrics")[2], re.M)[1])
-
-    def wait_until_idle(self) -> None:
-        """Wait until no text is left in the engine, and no request open but ours."""
-        wait_for(lambda: self.health()["running"] == self.health()["waiting"] == 0)
-
-    def health(self) -> dict:
-        """What /health says."""
-        return json.loads(self.request("GET", "/health")[2])
-
-    def stop(self) -> int:
-        """End it as SLURM and Kubernetes do. Returns its exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE)
+    return served_folder(tiny_run, tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
@@ -263,9 +182,6 @@ def test_json_that_a_schema_describes(client):
 
 
 # --- Refusals
-
-ASK = {"model": "run", "prompt": "x", "max_tokens": 4}
-CHAT = {"model": "run", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 
 
 @pytest.mark.parametrize(
