@@ -88,7 +88,6 @@ def main(argv) -> None:
     for name in ("fastapi", "uvicorn", "llguidance"):
         require(importlib.util.find_spec(name), f"serve.py needs the package {name}: {EXTRA}")
     from web import app, guard
-    from web.completions import Service
     from web.server import Server
 
     is_safe = is_loopback(cfg.host) or cfg.keys or cfg.force
@@ -97,6 +96,19 @@ def main(argv) -> None:
     n_files = guard.raise_file_limit()
     most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
     require(most_open > 0, f"only {n_files} files may be open: raise it with ulimit -n")
+
+    service = service_of(cfg, run, most_open)
+    hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
+    application = app.build(service, keys, hosts, most_open)
+    with listening(cfg.host, cfg.port) as waiting:
+        ready = example(waiting, service.catalog.base, keys)
+        server = Server(application, service, cfg.drain_seconds, ready)
+        asyncio.run(server.serve([waiting]))
+
+
+def service_of(cfg: ServeSettings, run: str, most_texts: int):
+    """The model and its engine, as the endpoints take them (web/completions.py::Service)."""
+    from web.completions import Service
 
     torch.set_num_threads(cfg.threads)
     device = processes.pick_device("auto", 0, 1, 1)
@@ -110,21 +122,15 @@ def main(argv) -> None:
     longest = model.cfg.max_seq_len if model.cfg.learned_positions else cfg.max_tokens
     max_tokens = min(cfg.max_tokens, longest)
     engine = Engine(decoder, cfg.rows, max_tokens, prefix_bytes=cfg.prefix_mb * 2**20)
-    service = Service(
+    return Service(
         engine=engine,
         catalog=catalog,
         template=template,
         constraints=Constraints(tokenizer),
         tokenizer=tokenizer,
-        most_texts=most_open,
+        most_texts=most_texts,
         most_seconds=cfg.max_seconds,
     )
-    hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
-    application = app.build(service, keys, hosts, most_open)
-    with listening(cfg.host, cfg.port) as waiting:
-        ready = example(waiting, catalog.base, keys)
-        server = Server(application, service, cfg.drain_seconds, ready)
-        asyncio.run(server.serve([waiting]))
 
 
 def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Catalog:

@@ -273,14 +273,14 @@ async def respond(body: Generation, service: Service, http: HttpRequest) -> Resp
     with service.opened(job.requests) as queue:
         gathering = asyncio.ensure_future(gather(job, service, queue))
         leaving = asyncio.ensure_future(client_leaves(http))
-        done, pending = await asyncio.wait(
-            [gathering, leaving], return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in pending:
-            task.cancel()
-        if gathering not in done:
-            return Response(status_code=499)  # nobody reads it
-        return JSONResponse(gathering.result())
+        try:
+            await asyncio.wait([gathering, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not gathering.done():
+                return Response(status_code=499)  # nobody reads it
+            return JSONResponse(gathering.result())
+        finally:
+            gathering.cancel()
+            leaving.cancel()
 
 
 class EventStream(StreamingResponse):

@@ -33,7 +33,8 @@ SPARE_FILES = 200  # open files beside those of requests
 MOST_BYTES = 4 * 2**20  # of a body
 BODY_SECONDS = 30
 READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
-OPEN_TO_ALL = ("/health",)  # without a key, and whatever the load
+OPEN_TO_ALL = ("/health",)  # without a key
+WATCHING = ("/health", "/metrics")  # whatever the load, and not counted as open
 REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
 
 
@@ -114,7 +115,8 @@ class Guard:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        self.n_open += 1
+        is_counted = scope["path"] not in WATCHING
+        self.n_open += is_counted
         key_number = None
         loop = asyncio.get_running_loop()
         most_seconds = self.most_seconds + READ_SECONDS
@@ -131,7 +133,7 @@ class Guard:
             pass  # by the clock above, or at the server's end: the connection closes
         finally:
             end.cancel()
-            self.n_open -= 1
+            self.n_open -= is_counted
             self.log(scope, request_id, status, begun, key_number)
 
     def check(self, scope, headers: dict) -> int | None:
@@ -142,7 +144,7 @@ class Guard:
         if scope["path"] in OPEN_TO_ALL:
             return None
         number = self.number_of_key(headers.get(b"authorization", b""))
-        if self.n_open > self.most_open:
+        if self.n_open > self.most_open and scope["path"] not in WATCHING:
             problem = f"{self.most_open} requests are open"
             raise ApiError(429, f"{problem}: try again later", retry_after=1)
         return number

@@ -1,0 +1,226 @@
+"""Clients that leave at any moment, and a server that has to leave: nothing is lost or left over.
+
+A server within this process shows what it holds: rows, slots of adapters, tasks, files.
+"""
+
+import asyncio
+import collections
+import gc
+import json
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import threading
+
+import pytest
+from conftest import PATIENCE
+from servers import Served, served_folder, wait_for
+
+import checkpoint
+import serve
+from config import TrainConfig
+from serving.adapters import write_random
+from serving.thread import SHUTTING_DOWN
+from weights import load
+
+pytest.importorskip("fastapi")
+
+pytestmark = pytest.mark.slow
+ADAPTERS = [f"adapter-{number}" for number in range(10)]
+RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: the connection is closed with RST
+
+
+class Inside:
+    """A server in a thread of this process."""
+
+    def __init__(self, folder, **settings):
+        from web import app
+        from web.server import Server
+
+        cfg = serve.ServeSettings(adapters=str(folder / "adapters"), **settings)
+        self.service = serve.service_of(cfg, str(folder / "run"), most_texts=5000)
+        self.guard = app.build(self.service, [], [], 5000)
+        self.server = Server(self.guard, self.service, PATIENCE, "ready")
+        self.socket = serve.listening("127.0.0.1", 0)
+        self.port = self.socket.getsockname()[1]
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.work()))
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+
+    async def work(self):
+        self.loop = asyncio.get_running_loop()
+        await self.server.serve([self.socket])
+
+    def held(self) -> dict[str, int]:
+        """What is held for requests, a number for each kind of thing."""
+        engine, state = self.service.engine, self.server.server_state
+        return {
+            "texts": len(self.service.queues) + engine.is_busy,
+            "rows": len(engine.rows.pads),
+            "slots": sum(resident.users for resident in engine.bank.residents.values()),
+            "requests": self.guard.n_open,
+            "connections": len(state.connections) + len(state.tasks),
+            "tasks": len(asyncio.all_tasks(self.loop)),
+            "files": len(os.listdir("/proc/self/fd")),
+        }
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
+        self.thread.join(PATIENCE)
+        self.service.catalog.close()
+        self.socket.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_run, tmp_path_factory):
+    """More adapters than a small server has slots for."""
+    folder = served_folder(tiny_run, tmp_path_factory.mktemp("served"))
+    settings = TrainConfig(init_from="any", lora_rank=4, lora_alpha=8.0)
+    cfg = load.settings_of(checkpoint.find(str(folder / "run")))
+    for seed, name in enumerate(ADAPTERS):
+        write_random(folder / "adapters" / name, cfg, settings, seed)
+    return folder
+
+
+# --- Clients
+
+
+def message(body: dict) -> bytes:
+    """A request for a completion."""
+    content = json.dumps(body)
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    lines += ["Connection: close", f"Content-Length: {len(content)}", "", content]
+    return "\r\n".join(lines).encode()
+
+
+async def answer(port: int, body: dict) -> tuple[int, bytes]:
+    """(status, content) of the answer to a completion; a stream's content in its frames."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message(body))
+    head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), content
+
+
+def end_of(body: dict, status: int, content: bytes) -> str:
+    """How an answer ends: "finished", "error" in a stream, or "503". No other end is proper."""
+    if status == 503:
+        assert SHUTTING_DOWN in json.loads(content)["error"]["message"]
+        return "503"
+    assert status == 200, content
+    if body["stream"]:
+        frames = [line[6:] for line in content.split(b"\r\n") if line.startswith(b"data: ")]
+        *frames, last = [json.loads(frame) for frame in frames if frame.strip() != b"[DONE]"]
+        if "error" in last:
+            assert SHUTTING_DOWN in last["error"]["message"]
+            return "error"
+        assert b"data: [DONE]" in content
+        choices = [frame["choices"][0] for frame in (*frames, last)]
+    else:
+        choices = json.loads(content)["choices"]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert len(reasons) == body.get("n", 1) and set(reasons) <= {"length", "stop"}
+    return "finished"
+
+
+async def leave(port: int, body: dict, rng) -> None:
+    """Send a request, or a part of it, and be gone a moment later, by FIN or by RST."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    content = message(body)
+    is_cut = rng.random() < 0.1
+    writer.write(content[: rng.randrange(len(content))] if is_cut else content)
+    if rng.random() < 0.3 and not is_cut:
+        await reader.read(rng.choice([1, 300]))
+    else:
+        await asyncio.sleep(rng.random() * 0.5)
+    if rng.random() < 0.5:
+        plug = writer.get_extra_info("socket")
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    writer.close()
+
+
+async def crowd(port: int, rng, n_clients: int) -> int:
+    """Clients that come at random moments; half of them leave. Returns how many have stayed."""
+
+    async def one(number: int) -> bool:
+        body = {
+            "model": rng.choice(["run", "anna", *ADAPTERS]),
+            "prompt": "ab" * rng.randrange(40),
+            "max_tokens": rng.choice([1, 10, 60]),
+            "n": rng.choice([1, 1, 3]),
+            "stream": rng.random() < 0.5,
+            "seed": number,
+        }
+        stays = rng.random() < 0.5
+        await asyncio.sleep(rng.random() * n_clients / 100)
+        if not stays:
+            await leave(port, body, rng)
+        elif end_of(body, *await answer(port, body)) != "finished":
+            raise AssertionError(body)
+        return stays
+
+    return sum(await asyncio.gather(*map(one, range(n_clients))))
+
+
+@pytest.mark.parametrize(
+    "seed, n_clients", [(1, 200), pytest.param(2, 3000, marks=pytest.mark.long)]
+)
+def test_whoever_stays_is_answered_and_nothing_is_held_for_the_others(
+    seed, n_clients, folder, caplog
+):
+    inside = Inside(folder, rows=2, max_lora_rank=4, max_tokens=256)
+    try:
+        asyncio.run(crowd(inside.port, random.Random(0), 5))
+        wait_for(lambda: inside.held()["connections"] == 0)
+        gc.collect()
+        before = inside.held()
+        n_stayed = asyncio.run(crowd(inside.port, random.Random(seed), n_clients))
+        assert n_stayed > n_clients // 3
+        wait_for(lambda: inside.held() == before)
+        assert before["texts"] == before["rows"] == before["slots"] == before["requests"] == 0
+        assert inside.service.metrics.answers["/v1/completions", 499]
+    finally:
+        inside.stop()
+    gc.collect()  # tasks whose errors nobody has seen say so now
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# --- SIGTERM
+
+
+def n_begun(served) -> int:
+    """How many completions have reached a server's endpoint."""
+    metrics = served.request("GET", "/metrics")[2]
+    answers = re.findall(r'mpt_answers_total\{path="/v1/completions".* (\d+)', metrics)
+    return served.metric("mpt_requests_open") + sum(map(int, answers))
+
+
+@pytest.mark.parametrize(
+    "drain_seconds, n_tokens, ends",
+    [(PATIENCE, 20, {"finished"}), (1, 200, {"finished", "503", "error"})],
+)
+def test_at_sigterm_each_of_300_requests_comes_to_a_proper_end(
+    drain_seconds, n_tokens, ends, folder
+):
+    served = Served(folder, "--adapters=adapters", "--rows=8", f"--drain_seconds={drain_seconds}")
+    bodies = [
+        {"model": ["run", "anna", "bert"][i % 3], "prompt": "x" * (i % 50), "max_tokens": n_tokens}
+        | {"seed": i, "stream": i % 2 == 0}
+        for i in range(300)
+    ]
+
+    async def ask_all() -> list:
+        asked = [asyncio.ensure_future(answer(served.port, body)) for body in bodies]
+        await asyncio.to_thread(wait_for, lambda: n_begun(served) >= 300)
+        served.process.send_signal(signal.SIGTERM)
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(ask_all())
+    found = [end_of(body, *one) for body, one in zip(bodies, answers, strict=True)]
+    assert served.process.wait(PATIENCE) == 0
+    assert set(found) == ends, collections.Counter(found)
+    assert "Traceback" not in served.said()
