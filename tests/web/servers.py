@@ -5,6 +5,7 @@ status, body = served.post("/v1/completions", {"model": "run", "prompt": "x"})
 served.stop()                                        SIGTERM; the exit status
 """
 
+import collections
 import http.client
 import json
 import re
@@ -91,9 +92,15 @@ class Served:
         status, _, text = self.request("POST", path, body, **more)
         return status, json.loads(text)
 
-    def metric(self, name) -> int:
+    def metric(self, name) -> float:
         """A number of /metrics."""
-        return int(re.search(rf"^{name} (\d+)$", self.request("GET", "/metrics")[2], re.M)[1])
+        return self.metrics()[name]
+
+    def metrics(self) -> collections.Counter:
+        """All numbers of /metrics by name and labels."""
+        lines = self.request("GET", "/metrics")[2].splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return collections.Counter({name: float(value) for name, value in pairs})
 
     def wait_until_idle(self) -> None:
         """Wait until no text is left in the engine, and no request open but ours."""
