@@ -120,9 +120,8 @@ def service_of(cfg: ServeSettings, run: str, most_texts: int):
     device = processes.pick_device("auto", 0, 1, 1)
     dtype = pick_dtype(cfg.precision, device)
     if device.type == "cuda":
-        require_room(
-            cfg, settings_of(find(run)), dtype.itemsize, torch.cuda.mem_get_info(device)[0]
-        )
+        free, _ = torch.cuda.mem_get_info(device)
+        require_room(cfg, settings_of(find(run)), dtype.itemsize, free)
     model, tokenizer, path = load_for_sampling(
         run, cfg.step, device, cfg.tokenizer, in_fp32=dtype == torch.float32
     )

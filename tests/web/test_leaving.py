@@ -201,7 +201,7 @@ def test_whoever_stays_is_answered_and_nothing_is_held_for_the_others(
 def n_begun(served) -> int:
     """How many completions have reached the engine, if each has one text."""
     metrics = served.metrics()
-    n_answered = sum(metrics[name] for name in metrics if "answers_total" in name)
+    n_answered = sum(metrics[name] for name in metrics if "completions" in name)
     return metrics["mpt_texts_running"] + metrics["mpt_texts_waiting"] + n_answered
 
 
