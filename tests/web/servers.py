@@ -9,12 +9,14 @@ import collections
 import http.client
 import json
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from conftest import PATIENCE, ROOT, clean_environment
@@ -49,9 +51,9 @@ def wait_for(condition) -> None:
 
 
 class Served:
-    """A running serve.py."""
+    """A running serve.py. n_files: how many it may open."""
 
-    def __init__(self, folder, *flags):
+    def __init__(self, folder, *flags, n_files=None):
         command = [sys.executable, str(ROOT / "serve.py"), "run", "--port=0", "--max_tokens=256"]
         self.log = Path(tempfile.mkdtemp(dir=folder)) / "log.txt"
         with self.log.open("w") as log:
@@ -62,7 +64,10 @@ class Served:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                preexec_fn=n_files
+                and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))),
             )
+        weakref.finalize(self, self.process.kill)  # if the test fails
         first = self.process.stdout.readline()
         if not first:
             self.process.wait(PATIENCE)

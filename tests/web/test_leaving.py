@@ -1,4 +1,4 @@
-"""Clients that leave at any moment, and a server that has to leave: nothing is lost or left over.
+"""Clients that leave or are slow, and a server that has to end: nothing is lost or left over.
 
 A server within this process shows what it holds: rows, slots of adapters, tasks, files.
 """
@@ -195,6 +195,68 @@ def test_whoever_stays_is_answered_and_nothing_is_held_for_the_others(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+# --- Slow clients, long answers
+
+
+@pytest.fixture(scope="module")
+def one_row(folder):
+    """A server that generates one text at a time."""
+    inside = Inside(folder, rows=1, max_lora_rank=4, max_tokens=256)
+    yield inside
+    inside.stop()
+
+
+LONG = {"model": "run", "prompt": "x", "max_tokens": 250, "n": 8}
+
+
+def test_a_stream_that_waits_says_so(one_row, monkeypatch):
+    """Proxies close connections on which nothing comes."""
+    monkeypatch.setattr("web.completions.PING_SECONDS", 0.01)
+
+    async def ask_behind_another():
+        first = asyncio.ensure_future(answer(one_row.port, {**LONG, "stream": False}))
+        await asyncio.to_thread(wait_for, lambda: one_row.service.engine.running)
+        found = await answer(one_row.port, {**LONG, "n": 1, "stream": True})
+        return [end_of(LONG, *await first), found]
+
+    ended, (status, content) = asyncio.run(ask_behind_another())
+    assert ended == "finished" and b": ping\r\n" in content
+    assert end_of({"stream": True}, status, content) == "finished"
+
+
+def test_an_answer_that_takes_too_long_ends_with_an_error(one_row, monkeypatch):
+    monkeypatch.setattr(one_row.service, "most_seconds", 0.05)
+    for stream, wanted in [(False, 504), (True, 200)]:
+        status, content = asyncio.run(answer(one_row.port, {**LONG, "stream": stream}))
+        assert status == wanted and b"the answer takes more than 0.05 s" in content
+    wait_for(lambda: not one_row.service.engine.is_busy)
+
+
+def test_a_body_that_comes_too_slowly_is_refused(one_row, monkeypatch):
+    monkeypatch.setattr("web.guard.BODY_SECONDS", 0.05)
+    with socket.create_connection(("127.0.0.1", one_row.port), timeout=PATIENCE) as client:
+        client.sendall(message(LONG)[:-5])
+        assert client.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_more_connections_than_files(folder):
+    """Those beyond the limit are closed or sent away; then the server goes on."""
+    served = Served(folder, n_files=300)  # 100 open requests
+    bodies = [LONG | {"n": 1, "stream": i % 2 == 0} for i in range(400)]
+
+    async def ask_all() -> list:
+        asked = [answer(served.port, body) for body in bodies]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    kinds = collections.Counter(
+        found[0] if isinstance(found, tuple) else "closed" for found in asyncio.run(ask_all())
+    )
+    assert kinds[200] and set(kinds) <= {200, 429, "closed"}, kinds
+    assert served.post("/v1/completions", {**LONG, "n": 1}, key=None)[0] == 200
+    assert served.stop() == 0
+    assert len(served.said().splitlines()) < 1000
+
+
 # --- SIGTERM
 
 
@@ -229,4 +291,17 @@ def test_at_sigterm_each_of_300_requests_comes_to_a_proper_end(
     found = [end_of(body, *one) for body, one in zip(bodies, answers, strict=True)]
     assert served.process.wait(PATIENCE) == 0
     assert set(found) == ends, collections.Counter(found)
+    assert "Traceback" not in served.said()
+
+
+def test_a_second_signal_ends_at_once(folder):
+    served = Served(folder, "--rows=1", f"--drain_seconds={PATIENCE}", "--max_requests=2000")
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
+        client.sendall(message({**LONG, "n": 128}))
+        wait_for(lambda: served.health()["running"])
+        served.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining" in served.said())
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE) == 0
+        assert b'"text"' not in client.recv(10_000)
     assert "Traceback" not in served.said()
