@@ -18,6 +18,7 @@ import asyncio
 import importlib.util
 import ipaddress
 import json
+import os
 import shlex
 import socket
 import sys
@@ -30,15 +31,18 @@ import torch
 
 import config
 import processes
-from config import LINEAR_LAYERS
+from config import LINEAR_LAYERS, MPTConfig
+from flops import n_params
+from planning.decode_time import kv_bytes_per_token
 from program import EXTRA, UserError, require
 from serving.adapters import AdapterBank, read_adapter
 from serving.catalog import Catalog
 from serving.constraint import Constraints
 from serving.decoder import Decoder, pick_dtype
 from serving.engine import AHEAD, Engine
+from serving.rows import SLACK
 from text import chat
-from weights.load import fingerprint_of, load_for_sampling
+from weights.load import find, fingerprint_of, load_for_sampling, settings_of
 
 
 @dataclass
@@ -63,12 +67,13 @@ class ServeSettings:
     step: int | None = None  # which checkpoint (none = the newest)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own; gpt2 if it names none)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
+    tp: int = 1  # a model has one device here; more are refused, with the memory that it needs
 
     def check(self) -> None:
         """UserError for values out of range."""
         require(0 <= self.port < 65536, f"port {self.port}: set --port from 0 to 65535")
         least = dict.fromkeys(("rows", "max_requests", "max_seconds", "threads"), 1)
-        least |= {"max_lora_rank": 1, "max_tokens": 2, "prefix_mb": 0, "drain_seconds": 0}
+        least |= {"max_lora_rank": 1, "tp": 1, "max_tokens": 2, "prefix_mb": 0, "drain_seconds": 0}
         for name, lowest in least.items():
             value = getattr(self, name)
             require(value >= lowest, f"{name} {value}: set --{name} to {lowest} or more")
@@ -88,9 +93,9 @@ def main(argv) -> None:
     for name in ("fastapi", "uvicorn", "llguidance"):
         require(importlib.util.find_spec(name), f"serve.py needs the package {name}: {EXTRA}")
     from web import app, guard
-    from web.completions import Service
     from web.server import Server
 
+    require_one_process(run, cfg)
     is_safe = is_loopback(cfg.host) or cfg.keys or cfg.force
     require(is_safe, f"--host={cfg.host} lets everybody in: give --keys=FILE, or --force")
     keys = guard.read_keys(cfg.keys) if cfg.keys else []
@@ -98,33 +103,75 @@ def main(argv) -> None:
     most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
     require(most_open > 0, f"only {n_files} files may be open: raise it with ulimit -n")
 
+    service = service_of(cfg, run, most_open)
+    hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
+    application = app.build(service, keys, hosts, most_open)
+    with listening(cfg.host, cfg.port) as waiting:
+        ready = example(waiting, service.catalog.base, keys)
+        server = Server(application, service, cfg.drain_seconds, ready)
+        asyncio.run(server.serve([waiting]))
+
+
+def service_of(cfg: ServeSettings, run: str, most_texts: int):
+    """The model and its engine, as the endpoints take them (web/completions.py::Service)."""
+    from web.completions import Service
+
     torch.set_num_threads(cfg.threads)
     device = processes.pick_device("auto", 0, 1, 1)
     dtype = pick_dtype(cfg.precision, device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        require_room(cfg, settings_of(find(run)), dtype.itemsize, free)
     model, tokenizer, path = load_for_sampling(
         run, cfg.step, device, cfg.tokenizer, in_fp32=dtype == torch.float32
     )
     template = chat.load_template(cfg.chat_template or template_of(path), tokenizer.special_tokens)
     decoder = Decoder(model, tokenizer.vocab_size, dtype)
     catalog = catalog_of(cfg, decoder, run, path)
-    longest = model.cfg.max_seq_len if model.cfg.learned_positions else cfg.max_tokens
-    max_tokens = min(cfg.max_tokens, longest)
+    max_tokens = longest_text(cfg, model.cfg)
     engine = Engine(decoder, cfg.rows, max_tokens, prefix_bytes=cfg.prefix_mb * 2**20)
-    service = Service(
+    return Service(
         engine=engine,
         catalog=catalog,
         template=template,
         constraints=Constraints(tokenizer),
         tokenizer=tokenizer,
-        most_texts=most_open,
+        most_texts=most_texts,
         most_seconds=cfg.max_seconds,
     )
-    hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
-    application = app.build(service, keys, hosts, most_open)
-    with listening(cfg.host, cfg.port) as waiting:
-        ready = example(waiting, catalog.base, keys)
-        server = Server(application, service, cfg.drain_seconds, ready)
-        asyncio.run(server.serve([waiting]))
+
+
+def longest_text(cfg: ServeSettings, model: MPTConfig) -> int:
+    """How many tokens a prompt and its continuation may have."""
+    return min(cfg.max_tokens, model.max_seq_len if model.learned_positions else cfg.max_tokens)
+
+
+def require_one_process(run: str, cfg: ServeSettings) -> None:
+    """UserError if several devices were to share the model, by --tp or under torchrun."""
+    n = max(cfg.tp, int(os.environ.get("ROLE_WORLD_SIZE", 1)))  # torchrun's number of ranks
+    if n == 1:
+        return
+    takes = f"{run} takes {2 * n_params(settings_of(find(run))) / 2**30:.1f} GiB in bf16"
+    if torch.cuda.is_available():
+        takes += f", and a GPU has {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+    fix = "start one serve.py for each device, without --tp and torchrun (web/README.md)"
+    raise UserError(f"a model is served by one device, not {n} ({takes}): {fix}")
+
+
+def require_room(cfg: ServeSettings, model: MPTConfig, width: int, free: int) -> None:
+    """UserError if weights, rows and beginnings of prompts take more than the free bytes.
+
+    width: bytes of a number.
+    """
+    weights = width * n_params(model)
+    row = (longest_text(cfg, model) + SLACK) * kv_bytes_per_token(model, width)
+    shared = cfg.prefix_mb * 2**20
+    n_fit = (free - weights - shared) // row - 1  # one more for the prompt that is read
+    gib = [f"{n_bytes / 2**30:.1f} GiB" for n_bytes in (weights, row, free)]
+    problem = f"the weights take {gib[0]}, each row {gib[1]}, and the device has {gib[2]} free"
+    smaller = "set --precision=bf16" if width > 2 else "it needs a larger device"
+    fix = f"set --rows={n_fit} or a lower --max_tokens" if n_fit > 0 else smaller
+    require(n_fit >= cfg.rows, f"{problem}: {fix}")
 
 
 def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Catalog:

@@ -62,6 +62,11 @@ class Decoder:
         last = hidden[:, -1]  # (B, d_model): in a prompt, too, only the last position is needed
         return self.output_layer(last).float() * self.logit_scale
 
+    def at_all_positions(self, ids, cache: KVCache):
+        """The same with the logits after each of the ids: (B, T, vocab_size)."""
+        hidden = self.model.transformer(ids, cache)
+        return self.output_layer(hidden).float() * self.logit_scale
+
 
 @torch.inference_mode()
 def generate(

@@ -58,6 +58,7 @@ class Request:
     """A text that somebody waits for.
 
     n_logprobs: report the log-probability of each token, and of so many of the likeliest ones.
+    of_prompt: a list that gets the same for the tokens of the prompt, from the second one on.
     error: what ended the text, if its `end` is "error". The engine sets it.
     """
 
@@ -65,6 +66,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     constraint: Constraint | None = None
     n_logprobs: int | None = None
+    of_prompt: list["LogProbs"] | None = None
     error: Exception | None = None
 
 
@@ -261,7 +263,8 @@ class Engine:
         self.loading.remove(request)
         self.reading = request
         self.prompt = self.decoder.model.new_cache(1, text.n_prompt, self.decoder.cache_dtype)
-        self.prefixes.copy_to(self.prompt, self.prefix_start(text), text.ids)
+        if request.of_prompt is None:  # else all logits of the prompt are needed
+            self.prefixes.copy_to(self.prompt, self.prefix_start(text), text.ids)
         self.speed.prefix_tokens += self.prompt.length
 
     def prefix_start(self, text: Text) -> tuple:
@@ -278,7 +281,10 @@ class Engine:
         text = request.text
         ids = text.ids[cache.length : cache.length + room]
         try:
-            logits = self.logits([request], [ids], cache)
+            if request.of_prompt is None:
+                logits = self.logits([request], [ids], cache)
+            else:
+                logits = self.logits_of_prompt(request, ids, cache)
             if cache.length == text.n_prompt:
                 self.rows.join(cache)
                 self.running.append(request)
@@ -295,6 +301,15 @@ class Engine:
         pace = seconds / max(len(ids), MIN_COST)
         self.seconds_a_token = (pace + (self.seconds_a_token or pace)) / 2
         return len(ids)
+
+    def logits_of_prompt(self, request: Request, ids: list[int], cache) -> torch.Tensor:
+        """`logits` for a part of a prompt, whose log-probabilities the request gets."""
+        following = request.text.ids[cache.length + 1 : cache.length + 1 + len(ids)]
+        logits = self.logits([request], [ids], cache, self.decoder.at_all_positions)
+        log_p = logits[0, : len(following)].log_softmax(dim=-1)
+        for row, token in zip(log_p, following, strict=True):
+            request.of_prompt.append(report(row, token, request.n_logprobs))
+        return logits[:, -1]
 
     def decode(self) -> None:
         """Add one token to each running text."""
@@ -314,11 +329,15 @@ class Engine:
         self.speed.cached_tokens += len(requests) * cache.length
         self.speed.adapter_bytes += self.bank.bytes_per_step if self.bank else 0
 
-    def logits(self, requests: list[Request], ids: list[list[int]], cache) -> torch.Tensor:
-        """The logits (n, V) of the next token of n texts, whose last tokens are `ids` (n, T)."""
+    def logits(self, requests: list[Request], ids: list[list[int]], cache, decode=None):
+        """The logits (n, V) of the next token of n texts, whose last tokens are `ids` (n, T).
+
+        decode: another method of the decoder.
+        """
         if self.bank:
             self.bank.use([request.text.adapter for request in requests])
-        return self.decoder(torch.tensor(ids, device=self.decoder.device), cache)
+        decode = decode or self.decoder
+        return decode(torch.tensor(ids, device=self.decoder.device), cache)
 
     def add_tokens(self, requests: list[Request], logits) -> None:
         """Draw the next token of n running texts from logits (n, V), and add it to them."""
@@ -348,11 +367,7 @@ class Engine:
     def add_token(self, request: Request, token: int, log_p) -> None:
         """Add a token to a text. log_p: (V,) or None."""
         text = request.text
-        logprobs = None
-        if log_p is not None:
-            values, ids = log_p.topk(min(request.n_logprobs, len(log_p)))
-            likeliest = list(zip(ids.tolist(), values.tolist(), strict=True))
-            logprobs = LogProbs(log_p[token].item(), likeliest)
+        logprobs = None if log_p is None else report(log_p, token, request.n_logprobs)
         piece = text.add(token)
         self.events.append(Event(request, token, piece, logprobs, text.end))
         if text.end:
@@ -369,6 +384,13 @@ def log_probabilities(requests: list[Request], logits) -> dict[int, torch.Tensor
     if not rows:
         return {}
     return dict(zip(rows, logits[rows].log_softmax(dim=-1), strict=True))
+
+
+def report(log_p, token: int, n: int) -> LogProbs:
+    """What log-probabilities (V,) say of a token, and the n likeliest ones."""
+    values, ids = log_p.topk(min(n, len(log_p)))
+    likeliest = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return LogProbs(log_p[token].item(), likeliest)
 
 
 def forbid(logits, mask) -> None:

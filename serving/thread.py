@@ -35,6 +35,8 @@ class EngineThread:
         self.inbox = queue.SimpleQueue()  # functions that the thread is to call
         self.lock = threading.Lock()  # nothing is submitted after the thread has read its inbox
         self.is_closed = False
+        self.n_submitted = 0
+        self.n_ended = 0
         self.deadline = None  # of time.monotonic, once the engine is to end
         self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
         self.thread.start()
@@ -44,6 +46,7 @@ class EngineThread:
         self.engine.check(request)
         with self.lock:
             require(not self.is_closed, SHUTTING_DOWN)
+            self.n_submitted += 1
             self.inbox.put(lambda: self.engine.submit(request))
 
     def cancel(self, request: Request) -> None:
@@ -61,12 +64,13 @@ class EngineThread:
         self.thread.join()
 
     def statistics(self) -> dict[str, int]:
-        """Texts now, and totals since the start."""
-        engine, speed = self.engine, self.engine.speed
-        begun = len(engine.loading) + (engine.reading is not None)
+        """Texts now, and totals since the start. A text waits until it is in the batch."""
+        speed = self.engine.speed
+        n_open = self.n_submitted - self.n_ended
+        n_running = min(len(self.engine.running), n_open)
         return {
-            "running": len(engine.running),
-            "waiting": self.inbox.qsize() + len(engine.waiting) + begun,
+            "running": n_running,
+            "waiting": n_open - n_running,
             "steps": speed.steps,
             "prompt_tokens": speed.prompt_tokens,
             "prefix_tokens": speed.prefix_tokens,
@@ -104,5 +108,6 @@ class EngineThread:
             self.inbox.get()()
 
     def report(self, events: list[Event]) -> None:
+        self.n_ended += sum(event.end is not None for event in events)
         if events:
             self.deliver(events)

@@ -9,10 +9,8 @@ from program import UserError
 from serving.catalog import Model
 from web import shapes
 from web.completions import Service, respond
-from web.guard import Guard
+from web.guard import MOST_BYTES, Guard, too_large
 from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
-
-MOST_BYTES = 4 * 2**20  # of a body
 
 
 def build(service: Service, keys: list[str], hosts: list[str], most_open: int) -> Guard:
@@ -22,6 +20,7 @@ def build(service: Service, keys: list[str], hosts: list[str], most_open: int) -
         description="OpenAI's completions, from one model and its adapters.",
         docs_url=None,  # it would load scripts from another host: /openapi.json has all of it
         redoc_url=None,
+        redirect_slashes=False,
         max_body_size=MOST_BYTES,
     )
     add_errors(app)
@@ -119,10 +118,12 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(StarletteHTTPException)
     async def not_routed(request: Request, error: HTTPException):
         reasons = {
+            400: "the body is not JSON in UTF-8, or too deeply nested",
             404: f"there is no {request.url.path[:100]}: see /openapi.json",
             405: f"{request.url.path[:100]} does not take {request.method}",
-            413: f"the body is larger than {MOST_BYTES:,} bytes",
         }
+        if error.status_code == 413:
+            return answer(too_large())
         message = reasons.get(error.status_code, str(error.detail))
         return answer(ApiError(error.status_code, message))
 

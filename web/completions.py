@@ -28,7 +28,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from program import UserError, one_line
 from serving.catalog import Catalog
 from serving.constraint import Constraints
-from serving.engine import Engine, Event, Request
+from serving.engine import Engine, Event, LogProbs, Request
 from serving.sampling import Sampling
 from serving.stream import Text
 from serving.thread import EngineThread
@@ -159,7 +159,11 @@ def requests_of(body: Generation, service: Service, adapter: str) -> list[Reques
         top_k=body.top_k or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
     )
-    return [Request(text, sampling, build and build(), body.n_logprobs) for text in texts]
+    requests = [Request(text, sampling, build and build(), body.n_logprobs) for text in texts]
+    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
+        for request in requests:
+            request.of_prompt = []
+    return requests
 
 
 def constraint_of(body: Generation, service: Service):
@@ -197,8 +201,8 @@ def completion_texts(body: CompletionRequest, service: Service, adapter: str, is
     if len(prompts) * n > shapes.MOST_TEXTS:
         problem = f"{len(prompts)} prompts with n={n} are more than {shapes.MOST_TEXTS} texts"
         raise ApiError(400, f"{problem}: send several requests", param="prompt")
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo with logprobs is not supported: leave one out", param="echo")
+    if body.echo and body.logprobs is not None and body.stream:
+        raise ApiError(400, "echo with logprobs does not stream: leave one out", param="stream")
     texts = []
     for prompt in prompts:
         texts += texts_of(prompt, body, service, adapter, body.max_tokens, body.stops)
@@ -273,14 +277,14 @@ async def respond(body: Generation, service: Service, http: HttpRequest) -> Resp
     with service.opened(job.requests) as queue:
         gathering = asyncio.ensure_future(gather(job, service, queue))
         leaving = asyncio.ensure_future(client_leaves(http))
-        done, pending = await asyncio.wait(
-            [gathering, leaving], return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in pending:
-            task.cancel()
-        if gathering not in done:
-            return Response(status_code=499)  # nobody reads it
-        return JSONResponse(gathering.result())
+        try:
+            await asyncio.wait([gathering, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not gathering.done():
+                return Response(status_code=499)  # nobody reads it
+            return JSONResponse(gathering.result())
+        finally:
+            gathering.cancel()
+            leaving.cancel()
 
 
 class EventStream(StreamingResponse):
@@ -345,8 +349,8 @@ async def gather(job: Job, service: Service, queue: asyncio.Queue) -> dict:
     """The whole answer."""
     logprobs = defaultdict(LogprobsOfText)
     async for event in events_of(job, service, queue):
-        if event and event.logprobs:
-            logprobs[event.request].add(event, service.tokenizer)
+        if event and event.logprobs and event.token not in service.tokenizer.ends:
+            logprobs[event.request].add(event.token, event.logprobs, service.tokenizer)
     choices = [
         choice_of(job, number, request, logprobs[request])
         for number, request in enumerate(job.requests)
@@ -360,6 +364,8 @@ def choice_of(job: Job, number: int, request: Request, logprobs: "LogprobsOfText
     choice = {"index": number, "finish_reason": shapes.FINISH_REASONS[text.end], "logprobs": None}
     if request.n_logprobs is not None:
         choice["logprobs"] = logprobs.shaped(job.kind, len(text.text))
+    if request.of_prompt is not None:
+        choice["logprobs"] = with_prompt(request, choice["logprobs"])
     if job.kind == "chat":
         return {**choice, "message": {"role": "assistant", "content": text.text}}
     return {**choice, "text": text.prompt + text.text if job.echo else text.text}
@@ -373,16 +379,13 @@ class LogprobsOfText:
         self.n_characters = 0
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, event: Event, tokenizer: Tokenizer) -> None:
-        """Take in the next token. The end of a text is none of its tokens."""
-        if event.token in tokenizer.ends:
-            return
-        spelling = tokenizer.decode_bytes([event.token])
+    def add(self, token: int, logprobs: LogProbs, tokenizer: Tokenizer) -> None:
+        """Take in the next token."""
+        spelling = tokenizer.decode_bytes([token])
         others = [
-            (tokenizer.decode_bytes([token]), logprob)
-            for token, logprob in event.logprobs.likeliest
+            (tokenizer.decode_bytes([token]), logprob) for token, logprob in logprobs.likeliest
         ]
-        self.tokens.append(shapes.token_logprob(spelling, event.logprobs.of_token, others))
+        self.tokens.append(shapes.token_logprob(spelling, logprobs.of_token, others))
         self.offsets.append(self.n_characters)
         self.n_characters += len(self.utf8.decode(spelling))
 
@@ -399,8 +402,21 @@ class LogprobsOfText:
     def take(self, event: Event, tokenizer: Tokenizer, kind: str) -> dict:
         """For a chunk of a stream: the token of this event alone."""
         self.tokens, self.offsets = [], []
-        self.add(event, tokenizer)
+        if event.token not in tokenizer.ends:  # the end of a text is none of its tokens
+            self.add(event.token, event.logprobs, tokenizer)
         return self.shaped(kind)
+
+
+def with_prompt(request: Request, new: dict) -> dict:
+    """The log-probabilities of an echoed prompt's tokens, then `new`. The first one has none."""
+    text = request.text
+    of_prompt = LogprobsOfText()
+    for token, logprobs in zip(text.ids, [LogProbs(0.0, []), *request.of_prompt], strict=False):
+        of_prompt.add(token, logprobs, text.tokenizer)
+    shaped = of_prompt.shaped("text")
+    shaped["token_logprobs"][0] = shaped["top_logprobs"][0] = None
+    new["text_offset"] = [len(text.prompt) + offset for offset in new["text_offset"]]
+    return {key: shaped[key] + new[key] for key in new}
 
 
 async def stream(job: Job, service: Service, queue: asyncio.Queue):

@@ -4,6 +4,7 @@
     request id           the client's X-Request-ID, or a new one; in the answer and the log
     Host, Origin         other sites must not reach a server on this machine through a browser
     keys                 Authorization: Bearer KEY, compared in constant time
+    size                 413 for a body whose head says that it is too long (FastAPI counts others)
     open requests        429 beyond a limit that lies below the limit of open files
     time                 408 for a client that sends its body too slowly; an answer that nobody
                          reads ends with its request's time
@@ -29,9 +30,11 @@ from web.metrics import Metrics
 from web.shapes import ApiError
 
 SPARE_FILES = 200  # open files beside those of requests
+MOST_BYTES = 4 * 2**20  # of a body
 BODY_SECONDS = 30
 READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
-OPEN_TO_ALL = ("/health",)  # without a key, and whatever the load
+OPEN_TO_ALL = ("/health",)  # without a key
+WATCHING = ("/health", "/metrics")  # whatever the load, and not counted as open
 REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
 
 
@@ -112,7 +115,8 @@ class Guard:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        self.n_open += 1
+        is_counted = scope["path"] not in WATCHING
+        self.n_open += is_counted
         key_number = None
         loop = asyncio.get_running_loop()
         most_seconds = self.most_seconds + READ_SECONDS
@@ -129,16 +133,18 @@ class Guard:
             pass  # by the clock above, or at the server's end: the connection closes
         finally:
             end.cancel()
-            self.n_open -= 1
+            self.n_open -= is_counted
             self.log(scope, request_id, status, begun, key_number)
 
     def check(self, scope, headers: dict) -> int | None:
         """The number of the request's key, from 1. ApiError for a request that is refused."""
         self.check_site(headers)
+        if int(headers.get(b"content-length", 0)) > MOST_BYTES:
+            raise too_large()
         if scope["path"] in OPEN_TO_ALL:
             return None
         number = self.number_of_key(headers.get(b"authorization", b""))
-        if self.n_open > self.most_open:
+        if self.n_open > self.most_open and scope["path"] not in WATCHING:
             problem = f"{self.most_open} requests are open"
             raise ApiError(429, f"{problem}: try again later", retry_after=1)
         return number
@@ -228,6 +234,11 @@ async def within(seconds: float, awaitable):
         return task.result() if done else None
     finally:
         task.cancel()
+
+
+def too_large() -> ApiError:
+    """The answer to a body beyond the limit."""
+    return ApiError(413, f"the body is larger than {MOST_BYTES:,} bytes: send less at once")
 
 
 async def send_error(error: ApiError, send) -> None:

@@ -9,15 +9,18 @@ ever for a request's head: a client that never sends one is cut off here.
 """
 
 import asyncio
+import json
 import sys
 import threading
 from functools import partial
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from web.completions import Service
 from web.guard import SPARE_FILES, Guard
+from web.shapes import ApiError
 
 CLOSE_SECONDS = 5  # to send what is left after the engine has ended
 HEAD_SECONDS = 10  # for the head of a request
@@ -50,6 +53,17 @@ class Connection(H11Protocol):
         super().connection_lost(error)
         self.stop_waiting()
 
+    def send_400_response(self, message: str) -> None:
+        """Answer what is no HTTP in the shape of all errors, unless its head has an answer."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(ApiError(400, "this is not a valid HTTP request").body)
+            lines = ["HTTP/1.1 400 Bad Request", "content-type: application/json"]
+            lines += [f"content-length: {len(body)}", "connection: close", "", body]
+            self.transport.write("\r\n".join(lines).encode())
+        if self.cycle:
+            self.cycle.disconnected = True  # an answer that comes now is dropped
+        self.transport.close()
+
     def wait_for_request(self) -> None:
         """Start the clock if no request is being answered, else stop it."""
         is_answering = self.cycle is not None and not self.cycle.response_complete
@@ -80,6 +94,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,  # the guard writes a line for each request
+            log_level="error",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=drain_seconds + CLOSE_SECONDS,

@@ -257,13 +257,24 @@ def test_a_beginning_belongs_to_its_adapter():
 def test_log_probabilities_are_those_of_the_model():
     """Before temperature, top-k and constraints."""
     decode = served()
-    wanting = request("the river", 6, Sampling(1.5, top_k=3), n_logprobs=4, constraint=Digits())
+    prompt = STEMS[2] + "the river"
+    of_prompt = []
+    wanting = request(
+        prompt,
+        6,
+        Sampling(1.5, top_k=3),
+        n_logprobs=4,
+        constraint=Digits(),
+        of_prompt=of_prompt,
+    )
     beside = request("to be", 6, Sampling(), n_logprobs=0)
-    events = finished(Engine(decode), wanting, beside, request("a"))
+    engine = Engine(decode, chunk=MIN_COST, prefix_bytes=10**7)
+    finished(engine, request(prompt))  # its beginning is known, and has to be read again
+    events = finished(engine, wanting, beside, request("a"))
     reports = [event.logprobs for event in events if event.request is wanting]
     ids = wanting.text.ids
-    assert len(reports) == 6
-    for n, report in enumerate(reports, wanting.text.n_prompt):
+    assert len(reports) == 6 and len(of_prompt) == len(prompt) - 1
+    for n, report in enumerate(of_prompt + reports, 1):
         with torch.inference_mode():
             log_p = decode.model(torch.tensor([ids[:n]]))[0, -1, :V].log_softmax(-1)
         values, tokens = log_p.topk(4)

@@ -1,25 +1,24 @@
 """serve.py as clients see it: a real server, OpenAI's client with strict validation, plain HTTP."""
 
 import contextlib
-import http.client
 import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, clean_environment
+import torch
+from conftest import PATIENCE, ROOT, clean_environment, refusal
+from servers import ASK, CHAT, KEY, Served, served_folder, wait_for
 
 import checkpoint
-from config import TrainConfig
+import serve
+from config import MPTConfig, TrainConfig
 from serving.adapters import write_random
 from weights import load
 
@@ -27,96 +26,19 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 pytestmark = pytest.mark.slow
-KEY = "a-key-of-the-tests-0001"
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_run, tmp_path_factory):
     """A run, and a folder of two adapters for it."""
-    folder = tmp_path_factory.mktemp("served")
-    shutil.copytree(tiny_run, folder / "run")
-    settings = TrainConfig(init_from="any", lora_rank=4, lora_alpha=8.0)
-    cfg = load.settings_of(checkpoint.find(str(folder / "run")))
-    for seed, name in enumerate(["anna", "bert"]):
-        write_random(folder / "adapters" / name, cfg, settings, seed)
-    (folder / "keys.txt").write_text(f"# whose key it is\n{KEY} the tests\n")
-    return folder
-
-
-def wait_for(condition) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-class Served:
-    """A running serve.py."""
-
-    def __init__(self, folder, *flags):
-        command = [sys.executable, str(ROOT / "serve.py"), "run", "--port=0", "--max_tokens=256"]
-        self.log = Path(tempfile.mkdtemp(dir=folder)) / "log.txt"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, *flags],
-                cwd=folder,
-                env={**clean_environment(), "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        first = self.process.stdout.readline()
-        if not first:
-            self.process.wait(PATIENCE)
-            raise AssertionError(self.said())
-        self.port = int(re.search(r":(\d+)\. Try:", first)[1])
-        self.curl = self.process.stdout.readline()
-
-    def said(self) -> str:
-        """What it has written to standard error."""
-        return self.log.read_text()
-
-    def request(self, method, path, body=None, headers=(), key=KEY):
-        """(status, headers, text) of one request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        headers = {"Content-Type": "application/json", **dict(headers)}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        content = body if isinstance(body, str | bytes | None) else json.dumps(body)
-        connection.request(method, path, content, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, dict(answer.headers), text
-
-    def post(self, path, body, **more):
-        """(status, JSON) of a POST."""
-        status, _, text = self.request("POST", path, body, **more)
-        return status, json.loads(text)
-
-    def metric(self, name) -> int:
-        """A number of /metrics."""
-        return int(re.search(rf"^{name} (\d+)$", self.request("GET", "/metrics")[2], re.M)[1])
-
-    def wait_until_idle(self) -> None:
-        """Wait until no text is left in the engine, and no request open but ours."""
-        wait_for(lambda: self.health()["running"] == self.health()["waiting"] == 0)
-
-    def health(self) -> dict:
-        """What /health says."""
-        return json.loads(self.request("GET", "/health")[2])
-
-    def stop(self) -> int:
-        """End it as SLURM and Kubernetes do. Returns its exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE)
+    return served_folder(tiny_run, tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
 def served(folder):
     """A server with two adapters and a key."""
-    server = Served(folder, "--adapters=adapters", "--keys=keys.txt", "--rows=4")
+    flags = ["--adapters=adapters", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
+    server = Served(folder, *flags)
     yield server
     assert server.stop() == 0
 
@@ -155,6 +77,9 @@ def test_a_completion(client):
     assert first.usage.prompt_tokens == 9 and first.usage.completion_tokens == 12
     assert choice.finish_reason == "length" and choice.text
     assert client.completions.create(**asked).choices[0].text == choice.text
+    for seed in (2, openai.NOT_GIVEN):
+        again = client.completions.create(**{**asked, "seed": seed})
+        assert again.choices[0].text != choice.text
     other = client.completions.create(**{**asked, "model": "anna"}).choices[0].text
     assert other != choice.text
     echoed = client.completions.create(**asked, echo=True).choices[0].text
@@ -206,12 +131,15 @@ def test_a_chat(client):
     assert "".join(pieces) == choice.message.content
 
 
-def test_the_end_of_an_answer_and_stop_strings_end_a_text(client):
+def test_the_end_of_an_answer_and_stop_strings_end_a_text(client, served):
     asked = dict(model="run", prompt="the river", max_tokens=40, seed=1)
     text = client.completions.create(**asked).choices[0].text
     stop = text[5:7]
     stopped = client.completions.create(**asked, stop=[stop]).choices[0]
     assert stopped.text == text[: text.index(stop)] and stopped.finish_reason == "stop"
+    lenient = client_of(served, strict=False)
+    chunks = list(lenient.completions.create(**asked, stop=[stop], stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.text
 
 
 def test_logprobs_of_a_completion(client):
@@ -221,6 +149,26 @@ def test_logprobs_of_a_completion(client):
     for value, likeliest in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert 1 <= len(likeliest) <= 3  # two halves of characters look alike as text
         assert max(likeliest.values()) == pytest.approx(value)
+
+
+def test_an_echoed_prompt_has_the_log_probabilities_of_the_model(client, folder):
+    """As lm-evaluation-harness asks for them."""
+    model, tokenizer, _ = load.load_for_sampling(str(folder / "run"), None, "cpu", in_fp32=True)
+    prompts = ["the river " * 9, "the river ran. é"]
+    asked = dict(model="run", prompt=prompts, max_tokens=1, temperature=0, logprobs=2, echo=True)
+    for prompt, choice in zip(prompts, client.completions.create(**asked).choices, strict=True):
+        ids = torch.tensor(tokenizer.encode(prompt).tolist())
+        with torch.inference_mode():
+            log_p = model.eval()(ids[None])[0, :, : tokenizer.vocab_size].log_softmax(-1)
+        wanted = log_p[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+        found = choice.logprobs
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert found.token_logprobs[1:-1] == pytest.approx(wanted, abs=1e-4)
+        likeliest = [max(top.values()) for top in found.top_logprobs[1:]]
+        assert likeliest == pytest.approx(log_p.amax(-1).tolist(), abs=1e-4)
+        assert choice.text.startswith(prompt) and len(found.tokens) == len(ids) + 1
+        assert found.text_offset[-1] == len(prompt)
+        assert [choice.text[place] for place in found.text_offset[:3]] == ["t", "h", "e"]
 
 
 def test_where_tokens_begin_in_a_text_of_wide_characters(served):
@@ -262,10 +210,35 @@ def test_json_that_a_schema_describes(client):
     assert digits.choices[0].finish_reason == "stop"
 
 
-# --- Refusals
+def test_counters_agree_with_the_answers(served):
+    served.wait_until_idle()
+    before = served.metrics()
+    bodies = [
+        {**ASK, "prompt": "the river " * n, "n": n, "max_tokens": 10 * n} for n in (1, 2, 3, 10)
+    ]
+    usages = [served.post("/v1/completions", body)[1]["usage"] for body in bodies]
+    served.post("/v1/completions", {**ASK, "model": "nobody"})
+    usages.append(served.post("/v1/chat/completions", CHAT)[1]["usage"])
+    found = 'mpt_answers_total{path="/v1/completions",status="404"}'
+    wait_for(lambda: served.metric(found) > before[found])
+    after = served.metrics()
 
-ASK = {"model": "run", "prompt": "x", "max_tokens": 4}
-CHAT = {"model": "run", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    def added(name):
+        return after[name] - before[name]
+
+    assert added('mpt_answers_total{path="/v1/completions",status="200"}') == len(bodies)
+    assert added(found) == 1
+    for name in ("mpt_first_token_seconds", "mpt_answer_seconds"):
+        assert added(f"{name}_count") == added(f'{name}_bucket{{le="+Inf"}}') == len(usages)
+    n_prompt = sum(body["n"] * len(body["prompt"]) for body in bodies) + usages[-1]["prompt_tokens"]
+    assert added("mpt_prompt_tokens_total") + added("mpt_prefix_tokens_total") == n_prompt
+    assert added("mpt_prefix_tokens_total") > 0
+    assert added("mpt_new_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
+    for name in ("mpt_requests_open", "mpt_texts_running", "mpt_texts_waiting"):
+        assert after[name] == 0, name
+
+
+# --- Refusals
 
 
 @pytest.mark.parametrize(
@@ -293,7 +266,7 @@ CHAT = {"model": "run", "messages": [{"role": "user", "content": "x"}], "max_tok
         ({"logit_bias": {"5": 1}}, 400, "not supported"),
         ({"suffix": "x"}, 400, "not supported"),
         ({"best_of": 2}, 400, "best_of"),
-        ({"echo": True, "logprobs": 1}, 400, "echo with logprobs"),
+        ({"echo": True, "logprobs": 1, "stream": True}, 400, "echo with logprobs"),
         ({"stream_options": {"include_usage": True}}, 400, "needs stream"),
         ({"guided_json": {"not": {"type": "string"}}}, 400, "not"),
         ({"guided_regex": "("}, 400, ""),
@@ -491,9 +464,37 @@ def test_what_cannot_be_served(folder):
     assert "16 or more characters" in refused(folder, "run", "--keys=short.txt")
     assert "--rows to 1 or more" in refused(folder, "run", "--rows=0")
     assert "nowhere" in refused(folder, "nowhere")
+    assert "run takes 0.0 GiB in bf16" in refused(folder, "run", "--tp=2")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "set another --port" in refused(folder, "run", f"--port={port}")
+
+
+def test_torchrun_is_told_what_fits(folder, torchrun):
+    done = torchrun(2, folder / "run", program="serve.py")
+    assert done.returncode == 1 and "not 2 (" in done.stderr
+    assert "start one serve.py for each device" in done.stderr
+
+
+SEVEN_B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True)
+
+
+@pytest.mark.parametrize(
+    "rows, width, gib, words",
+    [
+        (32, 2, 64, None),
+        (32, 2, 40, "set --rows=25 or"),
+        (32, 4, 24, "set --precision=bf16"),
+        (1, 2, 12, "needs a larger device"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_what_fits(rows, width, gib, words):
+    """A row of 2048 tokens of MPT-7B takes a GiB in bf16."""
+    asked = serve.ServeSettings(rows=rows), SEVEN_B, width, gib * 2**30
+    if words is None:
+        serve.require_room(*asked)
+    else:
+        assert words in refusal(serve.require_room, *asked)
 
 
 def test_the_curl_line_works(folder):

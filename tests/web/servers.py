@@ -1,0 +1,121 @@
+"""What a server's tests share: a folder to serve, serve.py as a process of its own, requests.
+
+served = Served(served_folder(tiny_run, tmp_path), "--rows=4")
+status, body = served.post("/v1/completions", {"model": "run", "prompt": "x"})
+served.stop()                                        SIGTERM; the exit status
+"""
+
+import collections
+import http.client
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+
+from conftest import PATIENCE, ROOT, clean_environment
+
+import checkpoint
+from config import TrainConfig
+from serving.adapters import write_random
+from weights import load
+
+KEY = "a-key-of-the-tests-0001"
+ASK = {"model": "run", "prompt": "x", "max_tokens": 4}
+CHAT = {"model": "run", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+
+
+def served_folder(tiny_run, folder) -> Path:
+    """`folder` with a run, two adapters for it, and a file of keys."""
+    shutil.copytree(tiny_run, folder / "run")
+    settings = TrainConfig(init_from="any", lora_rank=4, lora_alpha=8.0)
+    cfg = load.settings_of(checkpoint.find(str(folder / "run")))
+    for seed, name in enumerate(["anna", "bert"]):
+        write_random(folder / "adapters" / name, cfg, settings, seed)
+    (folder / "keys.txt").write_text(f"# whose key it is\n{KEY} the tests\n")
+    return folder
+
+
+def wait_for(condition) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Served:
+    """A running serve.py. n_files: how many it may open."""
+
+    def __init__(self, folder, *flags, n_files=None):
+        command = [sys.executable, str(ROOT / "serve.py"), "run", "--port=0", "--max_tokens=256"]
+        self.log = Path(tempfile.mkdtemp(dir=folder)) / "log.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags],
+                cwd=folder,
+                env={**clean_environment(), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                preexec_fn=n_files
+                and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))),
+            )
+        weakref.finalize(self, self.process.kill)  # if the test fails
+        first = self.process.stdout.readline()
+        if not first:
+            self.process.wait(PATIENCE)
+            raise AssertionError(self.said())
+        self.port = int(re.search(r":(\d+)\. Try:", first)[1])
+        self.curl = self.process.stdout.readline()
+
+    def said(self) -> str:
+        """What it has written to standard error."""
+        return self.log.read_text()
+
+    def request(self, method, path, body=None, headers=(), key=KEY):
+        """(status, headers, text) of one request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        headers = {"Content-Type": "application/json", **dict(headers)}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        content = body if isinstance(body, str | bytes | None) else json.dumps(body)
+        connection.request(method, path, content, headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, dict(answer.headers), text
+
+    def post(self, path, body, **more):
+        """(status, JSON) of a POST."""
+        status, _, text = self.request("POST", path, body, **more)
+        return status, json.loads(text)
+
+    def metric(self, name) -> float:
+        """A number of /metrics."""
+        return self.metrics()[name]
+
+    def metrics(self) -> collections.Counter:
+        """All numbers of /metrics by name and labels."""
+        lines = self.request("GET", "/metrics")[2].splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return collections.Counter({name: float(value) for name, value in pairs})
+
+    def wait_until_idle(self) -> None:
+        """Wait until no text is left in the engine, and no request open but ours."""
+        wait_for(lambda: self.health()["running"] == self.health()["waiting"] == 0)
+
+    def health(self) -> dict:
+        """What /health says."""
+        return json.loads(self.request("GET", "/health")[2])
+
+    def stop(self) -> int:
+        """End it as SLURM and Kubernetes do. Returns its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE)

@@ -1,0 +1,307 @@
+"""Clients that leave or are slow, and a server that has to end: nothing is lost or left over.
+
+A server within this process shows what it holds: rows, slots of adapters, tasks, files.
+"""
+
+import asyncio
+import collections
+import gc
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+
+import pytest
+from conftest import PATIENCE
+from servers import Served, served_folder, wait_for
+
+import checkpoint
+import serve
+from config import TrainConfig
+from serving.adapters import write_random
+from serving.thread import SHUTTING_DOWN
+from weights import load
+
+pytest.importorskip("fastapi")
+
+pytestmark = pytest.mark.slow
+ADAPTERS = [f"adapter-{number}" for number in range(10)]
+RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: the connection is closed with RST
+
+
+class Inside:
+    """A server in a thread of this process."""
+
+    def __init__(self, folder, **settings):
+        from web import app
+        from web.server import Server
+
+        cfg = serve.ServeSettings(adapters=str(folder / "adapters"), **settings)
+        self.service = serve.service_of(cfg, str(folder / "run"), most_texts=5000)
+        self.guard = app.build(self.service, [], [], 5000)
+        self.server = Server(self.guard, self.service, PATIENCE, "ready")
+        self.socket = serve.listening("127.0.0.1", 0)
+        self.port = self.socket.getsockname()[1]
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.work()))
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+
+    async def work(self):
+        self.loop = asyncio.get_running_loop()
+        await self.server.serve([self.socket])
+
+    def held(self) -> dict[str, int]:
+        """What is held for requests, a number for each kind of thing."""
+        engine, state = self.service.engine, self.server.server_state
+        return {
+            "texts": len(self.service.queues) + engine.is_busy,
+            "rows": len(engine.rows.pads),
+            "slots": sum(resident.users for resident in engine.bank.residents.values()),
+            "requests": self.guard.n_open,
+            "connections": len(state.connections) + len(state.tasks),
+            "tasks": len(asyncio.all_tasks(self.loop)),
+            "files": len(os.listdir("/proc/self/fd")),
+        }
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
+        self.thread.join(PATIENCE)
+        self.service.catalog.close()
+        self.socket.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_run, tmp_path_factory):
+    """More adapters than a small server has slots for."""
+    folder = served_folder(tiny_run, tmp_path_factory.mktemp("served"))
+    settings = TrainConfig(init_from="any", lora_rank=4, lora_alpha=8.0)
+    cfg = load.settings_of(checkpoint.find(str(folder / "run")))
+    for seed, name in enumerate(ADAPTERS):
+        write_random(folder / "adapters" / name, cfg, settings, seed)
+    return folder
+
+
+# --- Clients
+
+
+def message(body: dict) -> bytes:
+    """A request for a completion."""
+    content = json.dumps(body)
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    lines += ["Connection: close", f"Content-Length: {len(content)}", "", content]
+    return "\r\n".join(lines).encode()
+
+
+async def answer(port: int, body: dict) -> tuple[int, bytes]:
+    """(status, content) of the answer to a completion; a stream's content in its frames."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message(body))
+    head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), content
+
+
+def end_of(body: dict, status: int, content: bytes) -> str:
+    """How an answer ends: "finished", "error" in a stream, or "503". No other end is proper."""
+    if status == 503:
+        assert SHUTTING_DOWN in json.loads(content)["error"]["message"]
+        return "503"
+    assert status == 200, content
+    if body["stream"]:
+        frames = [line[6:] for line in content.split(b"\r\n") if line.startswith(b"data: ")]
+        *frames, last = [json.loads(frame) for frame in frames if frame.strip() != b"[DONE]"]
+        if "error" in last:
+            assert SHUTTING_DOWN in last["error"]["message"]
+            return "error"
+        assert b"data: [DONE]" in content
+        choices = [frame["choices"][0] for frame in (*frames, last)]
+    else:
+        choices = json.loads(content)["choices"]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert len(reasons) == body.get("n", 1) and set(reasons) <= {"length", "stop"}
+    return "finished"
+
+
+async def leave(port: int, body: dict, rng) -> None:
+    """Send a request, or a part of it, and be gone a moment later, by FIN or by RST."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    content = message(body)
+    is_cut = rng.random() < 0.1
+    writer.write(content[: rng.randrange(len(content))] if is_cut else content)
+    if rng.random() < 0.3 and not is_cut:
+        await reader.read(rng.choice([1, 300]))
+    else:
+        await asyncio.sleep(rng.random() * 0.5)
+    if rng.random() < 0.5:
+        plug = writer.get_extra_info("socket")
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    writer.close()
+
+
+async def crowd(port: int, rng, n_clients: int) -> list[int]:
+    """Clients that come at random moments; half of them leave.
+
+    Returns for how many tokens those asked that have left, and for how many those that have stayed.
+    """
+    n_tokens = [0, 0]
+
+    async def one(number: int) -> None:
+        stays = rng.random() < 0.5
+        body = {
+            "model": rng.choice(["run", "anna", *ADAPTERS]),
+            "prompt": "ab" * rng.randrange(40),
+            "max_tokens": rng.choice([1, 10, 60]) if stays else 150,
+            "n": rng.choice([1, 1, 3]),
+            "stream": rng.random() < 0.5,
+            "seed": number,
+        }
+        n_tokens[stays] += body["n"] * body["max_tokens"]
+        await asyncio.sleep(rng.random() * n_clients / 100)
+        if not stays:
+            await leave(port, body, rng)
+        elif end_of(body, *await answer(port, body)) != "finished":
+            raise AssertionError(body)
+
+    await asyncio.gather(*map(one, range(n_clients)))
+    return n_tokens
+
+
+@pytest.mark.parametrize(
+    "seed, n_clients", [(1, 200), pytest.param(2, 3000, marks=pytest.mark.long)]
+)
+def test_whoever_stays_is_answered_and_nothing_is_held_for_the_others(
+    seed, n_clients, folder, caplog
+):
+    inside = Inside(folder, rows=2, max_lora_rank=4, max_tokens=256)
+    try:
+        asyncio.run(crowd(inside.port, random.Random(0), 5))
+        wait_for(lambda: inside.held()["connections"] == 0)
+        gc.collect()
+        before = inside.held()
+        n_before = inside.service.thread.statistics()["new_tokens"]
+        n_left, n_stayed = asyncio.run(crowd(inside.port, random.Random(seed), n_clients))
+        wait_for(lambda: inside.held() == before)
+        n_new = inside.service.thread.statistics()["new_tokens"] - n_before
+        assert n_stayed // 2 < n_new < n_stayed + n_left // 2
+        assert before["texts"] == before["rows"] == before["slots"] == before["requests"] == 0
+        assert inside.service.metrics.answers["/v1/completions", 499]
+    finally:
+        inside.stop()
+    gc.collect()  # tasks whose errors nobody has seen say so now
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# --- Slow clients, long answers
+
+
+@pytest.fixture(scope="module")
+def one_row(folder):
+    """A server that generates one text at a time."""
+    inside = Inside(folder, rows=1, max_lora_rank=4, max_tokens=256)
+    yield inside
+    inside.stop()
+
+
+LONG = {"model": "run", "prompt": "x", "max_tokens": 250, "n": 8}
+
+
+def test_a_stream_that_waits_says_so(one_row, monkeypatch):
+    """Proxies close connections on which nothing comes."""
+    monkeypatch.setattr("web.completions.PING_SECONDS", 0.01)
+
+    async def ask_behind_another():
+        first = asyncio.ensure_future(answer(one_row.port, {**LONG, "stream": False}))
+        await asyncio.to_thread(wait_for, lambda: one_row.service.engine.running)
+        found = await answer(one_row.port, {**LONG, "n": 1, "stream": True})
+        return [end_of(LONG, *await first), found]
+
+    ended, (status, content) = asyncio.run(ask_behind_another())
+    assert ended == "finished" and b": ping\r\n" in content
+    assert end_of({"stream": True}, status, content) == "finished"
+
+
+def test_an_answer_that_takes_too_long_ends_with_an_error(one_row, monkeypatch):
+    monkeypatch.setattr(one_row.service, "most_seconds", 0.05)
+    for stream, wanted in [(False, 504), (True, 200)]:
+        status, content = asyncio.run(answer(one_row.port, {**LONG, "stream": stream}))
+        assert status == wanted and b"the answer takes more than 0.05 s" in content
+    wait_for(lambda: not one_row.service.engine.is_busy)
+
+
+def test_a_body_that_comes_too_slowly_is_refused(one_row, monkeypatch):
+    monkeypatch.setattr("web.guard.BODY_SECONDS", 0.05)
+    with socket.create_connection(("127.0.0.1", one_row.port), timeout=PATIENCE) as client:
+        client.sendall(message(LONG)[:-5])
+        assert client.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_more_connections_than_files(folder):
+    """Those beyond the limit are closed or sent away; then the server goes on."""
+    served = Served(folder, n_files=300)  # 100 open requests
+    bodies = [LONG | {"n": 1, "stream": i % 2 == 0} for i in range(400)]
+
+    async def ask_all() -> list:
+        asked = [answer(served.port, body) for body in bodies]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    kinds = collections.Counter(
+        found[0] if isinstance(found, tuple) else "closed" for found in asyncio.run(ask_all())
+    )
+    assert kinds[200] and set(kinds) <= {200, 429, "closed"}, kinds
+    assert served.post("/v1/completions", {**LONG, "n": 1}, key=None)[0] == 200
+    assert served.stop() == 0
+    assert len(served.said().splitlines()) < 1000
+
+
+# --- SIGTERM
+
+
+def n_begun(served) -> int:
+    """How many completions have reached the engine, if each has one text."""
+    metrics = served.metrics()
+    n_answered = sum(metrics[name] for name in metrics if "completions" in name)
+    return metrics["mpt_texts_running"] + metrics["mpt_texts_waiting"] + n_answered
+
+
+@pytest.mark.parametrize(
+    "drain_seconds, n_tokens, ends",
+    [(PATIENCE, 20, {"finished"}), (1, 200, {"finished", "503", "error"})],
+)
+def test_at_sigterm_each_of_300_requests_comes_to_a_proper_end(
+    drain_seconds, n_tokens, ends, folder
+):
+    served = Served(folder, "--adapters=adapters", "--rows=8", f"--drain_seconds={drain_seconds}")
+    bodies = [
+        {"model": ["run", "anna", "bert"][i % 3], "prompt": "x" * (i % 50), "max_tokens": n_tokens}
+        | {"seed": i, "stream": i % 2 == 0}
+        for i in range(300)
+    ]
+
+    async def ask_all() -> list:
+        asked = [asyncio.ensure_future(answer(served.port, body)) for body in bodies]
+        await asyncio.to_thread(wait_for, lambda: n_begun(served) >= 300)
+        served.process.send_signal(signal.SIGTERM)
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(ask_all())
+    found = [end_of(body, *one) for body, one in zip(bodies, answers, strict=True)]
+    assert served.process.wait(PATIENCE) == 0
+    assert set(found) == ends, collections.Counter(found)
+    assert "Traceback" not in served.said()
+
+
+def test_a_second_signal_ends_at_once(folder):
+    served = Served(folder, "--rows=1", f"--drain_seconds={PATIENCE}", "--max_requests=2000")
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
+        client.sendall(message({**LONG, "n": 128}))
+        wait_for(lambda: served.health()["running"])
+        served.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining" in served.said())
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE) == 0
+        assert b'"text"' not in client.recv(10_000)
+    assert "Traceback" not in served.said()
