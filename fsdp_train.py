@@ -234,7 +234,6 @@ class Evaluator:
             scores = zero_shot.evaluate(model, self.tokenizer, self.tasks, self.world, precision)
             log.row({"step": done, "icl": scores})
 
-
     def validate(self, model, cfg, precision: str) -> dict:
         """Validation loss and bits per byte. A collective.
 

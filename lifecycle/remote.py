@@ -264,7 +264,8 @@ class Mirror:
     def record_files(self) -> dict[str, Path]:
         """The files of the record: name -> path. The microbatch is one machine's own."""
         paths = [self.folder / name for name in runlog.OWN_FILES if name != "microbatch.json"]
-        paths += (self.folder / "hugging_face").glob("*")
+        for folder, names in {"hugging_face": "*", "trackers": "*.json"}.items():
+            paths += (self.folder / folder).glob(names)
         return {str(path.relative_to(self.folder)): path for path in paths if path.is_file()}
 
     def bring_record(self) -> None:

@@ -23,6 +23,7 @@ from launches import FLAGS, FOREVER, Job, steps_of, train_in, wait_for
 
 import checkpoint
 import fsdp_train
+from config import TrainConfig
 from lessons.elastic import steps_done
 from lifecycle import lease as leases
 from lifecycle import remote
@@ -211,6 +212,20 @@ def test_a_run_goes_on_where_nothing_but_the_store_is_known(ranks, in_folder, si
     assert names_of(in_folder.url)[0] == 10 and len(names_of(in_folder.url)) <= 2
     launches = (folder / "run/launches.jsonl").read_text().splitlines()
     assert [json.loads(line)["first_step"] for line in launches] == [0, 6]
+
+
+def test_what_trackers_have_been_sent_is_known_there(in_folder, tmp_path):
+    """But not their own files."""
+    store = open_store(in_folder.url)
+    here, there = tmp_path / "here", tmp_path / "elsewhere"
+    (here / "trackers/wandb").mkdir(parents=True)
+    (here / "trackers/wandb.json").write_text('{"step": 6}')
+    (here / "trackers/wandb/large").write_text("x")
+    remote.Mirror(TrainConfig(run_dir=str(here)), store, 0, 1).copy_record()
+    there.mkdir()
+    remote.Mirror(TrainConfig(run_dir=str(there)), store, 0, 1).bring_record()
+    files = [path for path in there.rglob("*") if path.is_file()]
+    assert [path.relative_to(there).as_posix() for path in files] == ["trackers/wandb.json"]
 
 
 @pytest.mark.slow
