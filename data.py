@@ -61,12 +61,15 @@ class Split:
     number of tokens that are learned. Of a chat, `text_bytes` counts the text of those alone.
     """
 
-    def __init__(self, folder: Path, split: str, seq_len: int):
-        """UserError if the folder has no shard of this split, or too few tokens for one window."""
+    def __init__(self, folder, split: str, seq_len: int, shards=None):
+        """UserError if the folder has no shard of this split, or too few tokens for one window.
+
+        shards: those of a folder in a store, see text/stream.py.
+        """
         raise_file_limit()
         self.folder = folder
         self.seq_len = seq_len
-        self.shards = [Shard(path) for path in shard_files(folder, split)]
+        self.shards = shards or [Shard(path) for path in shard_files(folder, split)]
         require(
             self.shards,
             f"no {split} shards in {folder} on {platform.node()}: every node must see this folder",
@@ -124,9 +127,7 @@ class Split:
         ~id stands for an id that is not learned: see `inputs_and_labels`.
         """
         rows = np.empty((len(window_ids), self.seq_len + 1), np.int64)
-        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
-        for row, shard_id, window_id in zip(rows, shard_ids, window_ids, strict=True):
-            begin = (window_id - self.first_window[shard_id]) * self.seq_len
+        for row, shard_id, begin in zip(rows, *self.places(window_ids), strict=True):
             row[:] = self.shards[shard_id].ids[begin : begin + self.seq_len + 1]
         require(
             not len(rows) or plain_ids(rows).max() < self.vocab_size,
@@ -134,6 +135,11 @@ class Split:
             "delete it and run data.py again",
         )
         return rows
+
+    def places(self, window_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where these windows begin: (indices of shards, indices of tokens there)."""
+        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
+        return shard_ids, (window_ids - self.first_window[shard_ids]) * self.seq_len
 
     def batch(
         self, seed: int, step: int, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1
@@ -144,6 +150,12 @@ class Split:
         arguments: nothing is remembered between calls, so a resumed run asks for its step and
         continues where it was. See the formula at the top of this file.
         """
+        return self.windows(self.window_ids(seed, step, global_batch_size, dp_rank, dp_size))
+
+    def window_ids(
+        self, seed: int, step: int, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> np.ndarray:
+        """The windows of these rows, (global_batch_size / dp_size,) int64."""
         n_rows = global_batch_size // dp_size  # of this rank
         first_sample = step * global_batch_size + dp_rank * n_rows
         samples = first_sample + np.arange(n_rows)  # counted from the start of the run
@@ -153,7 +165,7 @@ class Split:
         for epoch in np.unique(epochs):  # more than one if an epoch ends inside this batch
             in_epoch = epochs == epoch
             window_ids[in_epoch] = permute(positions[in_epoch], len(self), seed, int(epoch))
-        return self.windows(window_ids)
+        return window_ids
 
 
 def n_evaluated(split, eval_tokens: int) -> int:
@@ -161,8 +173,11 @@ def n_evaluated(split, eval_tokens: int) -> int:
     return max(1, min(len(split), eval_tokens // split.seq_len))
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> Path:
-    """The checked data folder of a training run: see text/prepare.py. Rank 0 alone calls it."""
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int):
+    """The checked data folder of a training run: see text/prepare.py. Rank 0 alone calls it.
+
+    A path, or a `stream.StoredFolder`.
+    """
     from text import prepare  # here, since the other ranks do without
 
     return prepare.open_or_prepare(cfg, max_seq_len)
@@ -171,11 +186,22 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> Path:
 class Dataset:
     """A prepared data set as a run uses it: both splits, cut into windows of max_seq_len tokens."""
 
-    def __init__(self, folder: Path, model_cfg: config.MPTConfig):
-        """UserError if an id exceeds the model's vocabulary, or a split is less than one window."""
-        self.folder = folder
-        self.train = Split(folder, "train", model_cfg.max_seq_len)
-        self.val = Split(folder, "val", model_cfg.max_seq_len)
+    def __init__(self, folder, model_cfg: config.MPTConfig, cfg=None, world=None):
+        """UserError if an id exceeds the model's vocabulary, or a split is less than one window.
+
+        folder: what `open_or_prepare` returned. cfg and world: for one in a store.
+        """
+        seq_len = model_cfg.max_seq_len
+        self.folder, self.stream = folder, None
+        shards = {"train": None, "val": None}
+        if not isinstance(folder, Path):
+            from text.stream import Stream  # here, since most runs do without
+
+            self.stream = Stream(folder, cfg, world, seq_len)
+            self.folder, folder = self.stream.url, self.stream.folder
+            shards = {split: self.stream.shards(split) for split in shards}
+        self.train = Split(self.folder, "train", seq_len, shards["train"])
+        self.val = Split(self.folder, "val", seq_len, shards["val"])
         self.fingerprint = read_summary(folder)["fingerprint"]
         self.tokenizer_file = folder / "tokenizer.json"  # not there for bytes and GPT-2's
         # The id between packed documents, if the model keeps them apart.
@@ -201,11 +227,16 @@ class Dataset:
         thread reads the next ones while this rank trains.
         """
 
-        def read(step: int) -> np.ndarray:
-            return self.train.batch(
-                cfg.seed, step, cfg.global_batch_size, world.dp_rank, world.dp_size
-            )
+        def window_ids(step: int, dp_rank: int) -> np.ndarray:
+            batch_size = cfg.global_batch_size
+            return self.train.window_ids(cfg.seed, step, batch_size, dp_rank, world.dp_size)
 
+        def read(step: int) -> np.ndarray:
+            return self.train.windows(window_ids(step, world.dp_rank))
+
+        if self.stream:
+            steps = list(steps)
+            read = self.stream.ahead(read, self.train, window_ids, steps)
         return prefetch(read, steps, world.device)
 
 

@@ -60,7 +60,7 @@ def main(argv) -> None:
 
     # data
     folder = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
-    dataset = data.Dataset(folder, model_cfg)
+    dataset = data.Dataset(folder, model_cfg, cfg, world)
     evaluator = Evaluator(model_cfg, cfg, world, dataset)
 
     # where to begin: at the newest sound checkpoint, or at step 0

@@ -44,9 +44,11 @@ import program
 from config import TrainConfig
 from program import UserError, require
 from storage import files
-from text import corpus
+from storage.object_store import open_store
+from text import blocks, corpus
 from text import tokenizer as tokenizers
 from text.shards import (
+    SUMMARY,
     Shard,
     fingerprint,
     read_summary,
@@ -80,13 +82,35 @@ class Recipe:
     max_seq_len: int = 0
 
     @functools.cached_property
-    def folder(self) -> Path:
-        """The folder of the shards: `--data_dir`, or data/DATASET-TOKENIZER."""
+    def folder(self) -> Path | str:
+        """The folder of the shards: `--data_dir`, or data/DATASET-TOKENIZER. Of a store, a str."""
+        if self.store:
+            return self.store.url
         if self.cfg.data_dir:
             return Path(self.cfg.data_dir)
         names = [self.cfg.dataset, tokenizers.canonical(self.cfg.tokenizer)]
         plain_names = [re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for name in names]
         return Path("data") / "-".join(plain_names)
+
+    @functools.cached_property
+    def store(self):
+        """The object store that holds the shards, None if they are in a folder."""
+        return open_store(self.cfg.data_dir) if "://" in self.cfg.data_dir else None
+
+    def summary(self) -> dict | None:
+        """dataset.json, or None if there is none. UserError if it is damaged."""
+        if not self.store:
+            return read_summary(self.folder)
+        content = self.read("dataset.json")
+        where, fix = f"{self.folder}/dataset.json", "copy it there again"
+        return content and files.parse_json(content, where, dict, SUMMARY, fix)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file of the folder, or of the store. None if there is none."""
+        try:
+            return self.store.get(name) if self.store else files.read_bytes(self.folder / name)
+        except FileNotFoundError:
+            return None
 
     @functools.cached_property
     def row_format(self):
@@ -167,15 +191,16 @@ class Recipe:
         name = self.cfg.tokenizer
         if not (name.endswith(".json") and os.path.exists(name)):
             return False
-        if not (self.folder / "tokenizer.json").exists():
+        copy = self.read("tokenizer.json")
+        if copy is None:
             return True
-        copy = files.read_bytes(self.folder / "tokenizer.json")
         # The second question is for a vocab.json, from which a tokenizer.json is made.
         return files.read_bytes(name) != copy and tokenizers.load(name).content != copy
 
     def command(self) -> str:
-        """The command that makes the folder."""
-        flags = self.settings() | {"max_tokens": self.cfg.max_tokens, "data_dir": self.folder}
+        """The command that makes the folder, or one to be copied to the store."""
+        folder = "data/tokens" if self.store else self.folder
+        flags = self.settings() | {"max_tokens": self.cfg.max_tokens, "data_dir": folder}
         if self.max_seq_len:
             flags["max_seq_len"] = self.max_seq_len
         if self.cfg.init_from:  # which may have the tokenizer
@@ -196,16 +221,17 @@ def has_enough(summary: dict, max_tokens: int) -> bool:
 # When a run begins
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0):
     """The checked data folder of a training run. One process calls it (global rank 0).
 
-    A small data set that is missing is prepared first. max_seq_len: as for `prepare`.
+    A small data set that is missing is prepared first, though not in a store. max_seq_len: as for
+    `prepare`. Returns a path, or a `stream.StoredFolder`.
     Raises UserError for a large one, with the command that prepares it, and for a damaged folder or
     one made with other settings, or from files that have changed.
     """
     recipe = Recipe(cfg, max_seq_len)
     folder = recipe.folder
-    summary = read_summary(folder)
+    summary = recipe.summary()
     if summary:
         recipe.require_settings(summary)
         require_unchanged(recipe, summary)
@@ -214,6 +240,10 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
         require_small(recipe, summary)
         prepare(cfg, max_seq_len=max_seq_len)
         summary = read_summary(folder)
+    if recipe.store:
+        from text.stream import StoredFolder
+
+        return StoredFolder(folder, summary["fingerprint"])
     require(
         fingerprint(folder) == summary["fingerprint"],
         f"a shard is missing in {folder}: {recipe.command()} makes it",
@@ -284,6 +314,8 @@ def require_small(recipe: Recipe, summary: dict | None) -> None:
     state = f"no data set is in {folder} yet"
     if summary:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
+    copying = f"prepare a folder and copy its files there: {recipe.command()}"
+    require(not recipe.store, f"{state}: {copying}")
     now = "--dataset=stdlib --tokenizer=bpe-4096 (Python's own source)"
     if not paths:  # it is on the Hub
         now += f", or --max_tokens={FIRST_SLICE} (a first slice: {FIRST_SLICE_COST})"
@@ -309,6 +341,8 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0) -> Path:
     """
     recipe = Recipe(cfg, max_seq_len)
     folder = recipe.folder
+    copying = f"prepare a folder and copy its files there: {recipe.command()}"
+    require(not recipe.store, f"{folder} is no folder of this machine: {copying}")
     if is_made(recipe, read_summary(folder)):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -357,6 +391,7 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
     )
     if is_alone:
         remove_leftovers(folder)
+    blocks.write_index(folder)
 
     summary = {
         **recipe.settings(),
@@ -525,7 +560,7 @@ def remove_shards_from(folder: Path, n_chunks: int) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files that killed preparations left."""
     for path in folder.glob("*.tmp"):
-        if re.match(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json)\.", path.name):
+        if re.match(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.bin)\.", path.name):
             path.unlink(missing_ok=True)
 
 
