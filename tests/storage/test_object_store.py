@@ -1,0 +1,201 @@
+"""Object stores: uploads and downloads under faults, conditional writes, one line for each error.
+
+Against a real S3 server; where it says so a folder.
+"""
+
+import os
+import random
+import threading
+import zlib
+from hashlib import sha256
+
+import pytest
+import store_server
+from conftest import refusal, slowly
+
+import program
+from storage import object_store
+from storage.object_store import StoreError, open_store
+
+pytest.importorskip("obstore", reason="object stores need obstore: see requirements-extra.txt")
+pytestmark = pytest.mark.usefixtures("quick_pauses")
+
+
+@pytest.fixture
+def quick_pauses(monkeypatch):
+    """Pauses between tries are a tenth as long."""
+    pause = object_store.time.sleep
+    monkeypatch.setattr(object_store.time, "sleep", lambda seconds: pause(seconds / 10))
+
+
+def write(path, size: int) -> bytes:
+    content = random.Random(size).randbytes(size)
+    path.write_bytes(content)
+    return content
+
+
+@pytest.mark.parametrize("size", [0, 1000, slowly(20_000_000)])
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_a_file_goes_up_and_comes_down(kind, size, tmp_path, request):
+    url = request.getfixturevalue("store").url if kind == "s3" else f"file://{tmp_path}/store"
+    there = open_store(url)
+    content = write(tmp_path / "a", size)
+    found = there.upload(tmp_path / "a", "x/a")
+    assert found == [size, zlib.crc32(content)]
+    assert there.sizes("x") == {"a": size}
+    assert there.sizes() == {"x/a": size}
+    there.download("x/a", tmp_path / "b", *found, sha256=sha256(content).hexdigest())
+    assert (tmp_path / "b").read_bytes() == content
+    assert there.folders("") == ["x"]
+    if size:
+        assert there.get("x/a", 10, 20) == content[10:20]
+    there.delete("x/a")
+    there.delete("x/a")
+    assert there.sizes("x") == {}
+    with pytest.raises(FileNotFoundError):
+        there.get("x/a")
+    with pytest.raises(FileNotFoundError):
+        there.download("x/a", tmp_path / "c", 1)
+
+
+@pytest.mark.parametrize("fault", ["503", "refuse", "cut", "corrupt", "lose", 0.3])
+@pytest.mark.parametrize("size", [50_000, slowly(20_000_000)])
+def test_a_fault_in_every_other_request_changes_nothing(store, fault, size, tmp_path):
+    """Damaged bodies are refused on the way up, and found on the way down."""
+    there = open_store(store.url)
+    content = write(tmp_path / "a", size)
+    store.proxy.fault = lambda method, path: fault if len(store.proxy.requests) % 2 else None
+    found = there.upload(tmp_path / "a", "a")
+    store.proxy.fault = lambda method, path: None
+    assert there.get("a") == content
+    store.proxy.fault = lambda method, path: fault if len(store.proxy.requests) % 2 else None
+    there.download("a", tmp_path / "b", *found)
+    assert (tmp_path / "b").read_bytes() == content
+
+
+def test_a_download_goes_on_where_it_stopped(store, tmp_path):
+    there = open_store(store.url)
+    content = write(tmp_path / "a", 1_000_000)
+    found = there.upload(tmp_path / "a", "a")
+    (tmp_path / "b.part").write_bytes(content[:999_990])
+    sent = []
+    blocks = there.blocks
+    there.blocks = lambda *args: (sent.append(b) or b for b in blocks(*args))
+    there.download("a", tmp_path / "b", *found)
+    assert [len(block) for block in sent] == [10]
+    (tmp_path / "c.part").write_bytes(b"wrong" + content[5:999_990])
+    there.download("a", tmp_path / "c", *found)
+    assert (tmp_path / "c").read_bytes() == content
+
+
+def test_what_changed_on_this_disk_is_not_uploaded(store, tmp_path, monkeypatch):
+    there = open_store(store.url)
+    monkeypatch.setattr(object_store, "PART", 5 << 20)
+    for size in (1000, 6_000_000):
+        write(tmp_path / "a", size)
+        assert "damaged on this disk" in refusal(there.upload, tmp_path / "a", "a", [size, 1])
+    assert there.sizes() == {}
+
+
+def test_what_is_not_as_listed_is_not_taken(store, tmp_path):
+    there = open_store(store.url)
+    there.put("a", b"12345")
+    for size, crc in [(5, 1), (4, zlib.crc32(b"12345")), (6, zlib.crc32(b"12345"))]:
+        with pytest.raises(StoreError):
+            there.download("a", tmp_path / "a", size, crc)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("fault", [None, "lose", "503"])
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_of_many_who_create_one_wins(kind, fault, store, tmp_path):
+    """Also where the answers are lost: the client repeats the request and finds its own."""
+    url = store.url if kind == "s3" else f"file://{tmp_path}/store"
+    there = open_store(url)
+    random.seed(0)
+    store.proxy.fault = lambda method, path: fault if random.random() < 0.3 else None
+    for number in range(3):
+        winners = []
+
+        def create(name, key=f"lease/{number}", winners=winners):
+            if there.create(key, name):
+                winners.append(name)
+
+        threads = [threading.Thread(target=create, args=(b"%d" % n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(winners) == 1
+        assert there.get(f"lease/{number}") == winners[0]
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "another"}, "wrong secret key"),
+        ({"AWS_ACCESS_KEY_ID": "nobody"}, "does not know this access key"),
+        (store_server.READER, "lack permission"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "does not answer"),
+    ],
+)
+def test_each_cause_has_its_line(store, variables, words, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    there = open_store(store.url)
+    message = refusal(there.put, "a", b"content")
+    assert words in message
+    for secret in (*variables.values(), "127.0.0.1", "another"):
+        assert secret not in message
+
+
+def test_a_bucket_that_is_not_there(store, tmp_path):
+    there = open_store("s3://nowhere/run")
+    (tmp_path / "a").touch()
+    tries = [(there.get, "a"), (there.put, "a", b""), (there.sizes,), (there.folders, "a")]
+    tries += [(there.upload, tmp_path / "a", "a"), (there.download, "a", tmp_path / "b", 5)]
+    for function, *args in tries:
+        assert "there is no such bucket" in refusal(function, *args)
+
+
+def test_a_store_that_is_down_says_so(store):
+    there = open_store(store.url)
+    for fault, words in [("503", "overloaded"), ("refuse", "does not answer")]:
+        store.proxy.fault = lambda method, path, fault=fault: fault
+        with pytest.raises(StoreError, match=words) as error:
+            there.sizes()
+        assert error.value.passes
+
+
+def test_the_clock_is_off():
+    text = "<Error><Code>RequestTimeTooSkewed</Code><Message>The difference ..."
+    assert "clock is off" in object_store.cause(text)
+
+
+@pytest.mark.parametrize(
+    "url, words",
+    [
+        ("ftp://host/a", "expected s3://bucket/path"),
+        ("runs/my1b", "expected s3://bucket/path"),
+        ("s3://", "expected s3://bucket/path"),
+        ("file://relative", "expected s3://bucket/path"),
+        ("s3://key:secret@bucket/a", "without keys"),
+        ("s3://bucket/a?secret=1", "without keys"),
+        ("s3://bucket/../b", "without keys"),
+    ],
+)
+def test_an_address_that_is_none(url, words):
+    message = refusal(open_store, url)
+    assert words in message
+    assert "secret" not in message
+
+
+def test_without_the_client(monkeypatch):
+    monkeypatch.setitem(os.sys.modules, "obstore", None)
+    assert program.EXTRA in refusal(open_store, "s3://bucket/a")
+
+
+def test_without_credentials_nobody_is_asked(monkeypatch):
+    """Only the words: the client would ask the address of a cloud's machine for them."""
+    text = "Error performing PUT http://169.254.169.254/latest/api/token in 1s"
+    assert "AWS_ACCESS_KEY_ID" in object_store.cause(text)

