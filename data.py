@@ -202,6 +202,8 @@ class Dataset:
             shards = {split: self.stream.shards(split) for split in shards}
         self.train = Split(self.folder, "train", seq_len, shards["train"])
         self.val = Split(self.folder, "val", seq_len, shards["val"])
+        if self.stream:
+            self.stream.keep(self.val, np.arange(n_evaluated(self.val, cfg.eval_tokens)))
         self.fingerprint = read_summary(folder)["fingerprint"]
         self.tokenizer_file = folder / "tokenizer.json"  # not there for bytes and GPT-2's
         # The id between packed documents, if the model keeps them apart.

@@ -559,8 +559,9 @@ def remove_shards_from(folder: Path, n_chunks: int) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files that killed preparations left."""
+    ours = re.compile(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.bin)\.")
     for path in folder.glob("*.tmp"):
-        if re.match(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.bin)\.", path.name):
+        if ours.match(path.name):
             path.unlink(missing_ok=True)
 
 

@@ -54,7 +54,7 @@ from text import blocks
 from text.blocks import BLOCK, Blocks, item_bytes, pieces, read_index
 
 AHEAD = 64  # steps
-REQUESTS = 32  # at a time, of a node
+REQUESTS = 64  # at a time, of a node
 MOST_BLOCKS = 64  # of a request: 1 MiB
 POLL = 0.002  # seconds between two looks for a file
 PATIENCE = 60  # seconds after which a missing folder is an error
@@ -117,7 +117,7 @@ class Stream:
                 self.fill_folder(place)
         self.wait_for("ready")
         self.index = read_index(self.folder / blocks.NAME)
-        self.cache = np.memmap(self.folder / "cache", np.uint8, "r")
+        self.cache = np.asarray(np.memmap(self.folder / "cache", np.uint8, "r")).reshape(-1, BLOCK)
         # Of each rank of the node: its data-parallel rank, and how many plans it has read.
         self.readers = np.memmap(self.folder / "readers", np.int64, "r+").reshape(-1, 2)
         self.readers[world.local_rank] = world.dp_rank, 0
@@ -126,11 +126,12 @@ class Stream:
 
     def shards(self, split: str) -> list[StreamedShard]:
         """The shards of a split, in order."""
-        return [
-            StreamedShard(header, BlockIds(self, header, int(first)))
-            for (name, header), first in zip(self.index.headers.items(), self.index.first)
-            if name.startswith(f"{split}-")
-        ]
+        shards = []
+        for name, first_block in zip(self.index.names, self.index.first.tolist(), strict=False):
+            if name.startswith(f"{split}-"):
+                header = self.index.headers[name]
+                shards.append(StreamedShard(header, BlockIds(self, header, first_block)))
+        return shards
 
     def keep(self, split, window_ids: np.ndarray) -> None:
         """Keep the blocks of these windows in the cache. All ranks of the node call it, once."""
@@ -196,8 +197,7 @@ class Stream:
     def block(self, number: int) -> np.ndarray:
         """The bytes of a block, (BLOCK,) uint8."""
         place = self.kept.get(number)
-        begin = BLOCK * (self.places[number] if place is None else place)
-        return self.cache[begin : begin + BLOCK]
+        return self.cache[self.places[number] if place is None else place]
 
     def wait_for(self, name: str) -> Path:
         """The path of a file in the folder, once it is there. Raises what ended the fetching."""
@@ -231,7 +231,8 @@ class Stream:
                     raise UserError(f"{self.url} has no {name}: {make} makes it") from error
         blocks.check_index(self.folder / blocks.NAME, self.url, place.fingerprint)
         n_blocks = len(read_index(self.folder / blocks.NAME))
-        self.n_places = min(n_blocks, int(self.cfg.data_cache_gb * 1e9) // BLOCK)
+        room = self.cfg.data_cache_gb * 1e9 - sum(p.stat().st_size for p in self.folder.iterdir())
+        self.n_places = max(0, min(n_blocks, int(room) // BLOCK))
         allocate(self.folder / "cache", max(1, self.n_places) * BLOCK)
         readers = np.array([[-1, 0]] * self.world.local_size, np.int64)
         readers.tofile(self.folder / "readers")
@@ -254,9 +255,11 @@ class Stream:
         of_window = (window + BLOCK - 2) // BLOCK + 1  # wherever it begins
         needed = min(len(self.index), n_kept + n_rows * of_window)
         least = math.ceil(needed * BLOCK / 1e5) / 1e4
-        fix = f"set --data_cache_gb={max(0.001, least):g}, or several times that to read ahead"
-        problem = f"data_cache_gb {self.cfg.data_cache_gb:g} does not hold the evaluation and a step"
-        require(self.n_places >= needed, f"{problem}: {fix}")
+        require(
+            self.n_places >= needed,
+            f"data_cache_gb {self.cfg.data_cache_gb:g} does not hold the evaluation and a step: "
+            f"set --data_cache_gb={max(0.001, least):g}, or several times that to read ahead",
+        )
 
     def close(self) -> None:
         """End the process that fetches, and delete the cache. Local rank 0 calls it, in tests."""
@@ -282,8 +285,8 @@ def make_folder(folder: Path) -> int:
         lock = locked(folder)
         folder.mkdir(mode=0o700)
     except OSError as error:
-        fix = "set another --data_cache"
-        raise UserError(f"{folder.parent} cannot hold the cache ({error.strerror}): {fix}") from error
+        why = f"{folder.parent} cannot hold the cache ({error.strerror})"
+        raise UserError(f"{why}: set another --data_cache") from error
     return lock
 
 
@@ -512,12 +515,11 @@ def main(argv) -> None:
         summary = files.parse_json(store.get("dataset.json"), f"{url}/dataset.json")
         blocks.check_index(path, url, summary["fingerprint"])
         index = read_index(path)
-    for name, header, first, end in zip(
-        index.names, index.headers.values(), index.first, index.first[1:], strict=False
-    ):
+    begins = index.first.tolist()
+    for name, first, end in zip(index.names, begins, begins[1:], strict=True):
         for block in range(first, end, MOST_BLOCKS):
             checked(store, index, block, min(block + MOST_BLOCKS, end) - 1)
-        print(f"{url}/{name}: {header['tokens']:,} tokens, intact")
+        print(f"{url}/{name}: {index.headers[name]['tokens']:,} tokens, intact")
 
 
 if __name__ == "__main__":
