@@ -7,6 +7,7 @@ temporary name and renamed, so a file that exists is complete. A chunk that is a
 skipped, so an interrupted preparation resumes.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
+                            blocks.bin: checksums, to train from a store (text/blocks.py)
 
 dataset.json says what the tokens were made from: settings, and short hashes of files.
 
