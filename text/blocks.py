@@ -3,7 +3,7 @@
 A batch has windows from all over the data set, so a run that trains from an object store
 (text/stream.py) reads pieces of shards. The checksum of a whole shard says nothing about them.
 
-    blocks.bin    a line of JSON: format, fingerprint, and {name: header} of all shards in order
+    blocks.crc32    a line of JSON: format, fingerprint, and {name: header} of all shards in order
                   then the crc32 of each block, uint32, little-endian
                   then the crc32 of all that
 
@@ -28,7 +28,7 @@ from storage import files
 from storage.object_store import open_store
 from text.shards import HEADER_BYTES, Shard, fingerprint_of, is_shard, shard_files
 
-NAME = "blocks.bin"
+NAME = "blocks.crc32"
 FORMAT = "mpt-blocks-1"
 BLOCK = 2**14  # bytes
 FIELDS = {"format": str, "fingerprint": str, "shards": dict}
@@ -44,8 +44,10 @@ class Blocks:
     def __init__(self, headers: dict[str, dict], checksums: np.ndarray):
         self.headers, self.checksums = headers, checksums
         self.names = list(headers)
-        sizes = [header["tokens"] * item_bytes(header) for header in headers.values()]
-        self.sizes = np.array(sizes, np.int64)  # bytes of ids in each shard
+        dtypes = [np.dtype(header["dtype"]) for header in headers.values()]
+        self.item_bytes = np.array([dtype.itemsize for dtype in dtypes])  # of an id in each shard
+        tokens = [header["tokens"] for header in headers.values()]
+        self.sizes = np.array(tokens, np.int64) * self.item_bytes  # bytes of the ids of each shard
         # The first block of each shard, and at the end the number of all blocks.
         self.first = np.cumsum([0, *-(-self.sizes // BLOCK)])
 
@@ -64,7 +66,7 @@ class Blocks:
         return self.names[shard], HEADER_BYTES + int(begin), HEADER_BYTES + int(end)
 
     def to_bytes(self) -> bytes:
-        """The content of blocks.bin."""
+        """The content of blocks.crc32."""
         about = {
             "format": FORMAT,
             "fingerprint": fingerprint_of(self.headers.values()),
@@ -72,11 +74,6 @@ class Blocks:
         }
         content = json.dumps(about).encode() + b"\n" + self.checksums.astype("<u4").tobytes()
         return content + zlib.crc32(content).to_bytes(4, "little")
-
-
-def item_bytes(header: dict) -> int:
-    """The bytes of one id in a shard."""
-    return np.dtype(header["dtype"]).itemsize
 
 
 def pieces(content) -> list:
@@ -91,7 +88,7 @@ def checksums_of(shard: Shard) -> list[int]:
 
 
 def write_index(folder: Path) -> None:
-    """Write blocks.bin of a prepared folder. UserError if a shard is damaged."""
+    """Write blocks.crc32 of a prepared folder. UserError if a shard is damaged."""
     headers, checksums = {}, []
     for path in shard_files(folder):
         shard = Shard(path)
@@ -102,7 +99,7 @@ def write_index(folder: Path) -> None:
 
 
 def write_index_in_store(url: str) -> None:
-    """Write blocks.bin of a data set in a store: reads all of its shards once.
+    """Write blocks.crc32 of a data set in a store: reads all of its shards once.
 
     UserError if one is damaged. On disk there is one shard at a time.
     """
@@ -124,7 +121,7 @@ def write_index_in_store(url: str) -> None:
 
 
 def check_index(path: Path, url: str, fingerprint: str) -> None:
-    """UserError unless a copy of URL/blocks.bin is whole, and that of these shards.
+    """UserError unless a copy of URL/blocks.crc32 is whole, and that of these shards.
 
     fingerprint: that of dataset.json.
     """
@@ -141,7 +138,7 @@ def check_index(path: Path, url: str, fingerprint: str) -> None:
 
 
 def read_index(path: Path) -> Blocks:
-    """The content of a blocks.bin that has been checked. Its checksums stay on disk."""
+    """The content of a blocks.crc32 that has been checked. Its checksums stay on disk."""
     content = np.memmap(path, np.uint8, "r")
     with open(path, "rb") as file:
         line = file.readline()
@@ -150,7 +147,7 @@ def read_index(path: Path) -> Blocks:
 
 
 def main(argv) -> None:
-    """Write blocks.bin of a folder, or of a data set in a store."""
+    """Write blocks.crc32 of a folder, or of a data set in a store."""
     (place,) = program.arguments(argv, "FOLDER|s3://BUCKET/FOLDER")
     if "://" in place:
         write_index_in_store(place)

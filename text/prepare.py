@@ -7,7 +7,7 @@ temporary name and renamed, so a file that exists is complete. A chunk that is a
 skipped, so an interrupted preparation resumes.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
-                            blocks.bin: checksums, to train from a store (text/blocks.py)
+                            blocks.crc32: checksums, to train from a store (text/blocks.py)
 
 dataset.json says what the tokens were made from: settings, and short hashes of files.
 
@@ -560,7 +560,7 @@ def remove_shards_from(folder: Path, n_chunks: int) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files that killed preparations left."""
-    ours = re.compile(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.bin)\.")
+    ours = re.compile(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.crc32)\.")
     for path in folder.glob("*.tmp"):
         if ours.match(path.name):
             path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Training from an object store: --data_dir=s3://bucket/tokens, also gs://, az:// and file:///.
 
-The store holds the files of a folder that data.py has made, blocks.bin among them. The order of
+The store holds the files of a folder that data.py has made, blocks.crc32 among them. The order of
 windows is random, so each batch has windows from all over the data set. But it is known in advance:
 step s reads the same windows whenever it is asked. So the blocks (text/blocks.py) of the next steps
 are fetched before they are needed, and a window of 4 kB costs 16 or 32 kB, not a shard.
@@ -47,11 +47,12 @@ from pathlib import Path
 import numpy as np
 
 import program
+from config import TrainConfig
 from program import StartAgain, UserError, require
 from storage import files
 from storage.object_store import StoreError, open_store
 from text import blocks
-from text.blocks import BLOCK, Blocks, item_bytes, pieces, read_index
+from text.blocks import BLOCK, Blocks, pieces, read_index
 
 AHEAD = 64  # steps
 REQUESTS = 64  # at a time, of a node
@@ -88,10 +89,11 @@ class StreamedShard:
 
 
 class BlockIds:
-    """The ids of a shard, read from the cache."""
+    """The ids of a shard, read from the cache. number: of the shard in blocks.crc32."""
 
-    def __init__(self, stream: "Stream", header: dict, first_block: int):
-        self.stream, self.first_block = stream, first_block
+    def __init__(self, stream: "Stream", header: dict, number: int):
+        self.stream, self.number = stream, number
+        self.first_block = int(stream.index.first[number])
         self.dtype = np.dtype(header["dtype"])
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
@@ -105,8 +107,8 @@ class BlockIds:
 class Stream:
     """A data set in a store, as one rank reads it through the cache of its node."""
 
-    def __init__(self, place: StoredFolder, cfg, world, seq_len: int):
-        """UserError if the store, its blocks.bin or the cache cannot be used."""
+    def __init__(self, place: StoredFolder, cfg: TrainConfig, world, seq_len: int):
+        """UserError if the store, its blocks.crc32 or the cache cannot be used."""
         self.url, self.cfg, self.world, self.seq_len = place.url, cfg, world, seq_len
         parent = Path(cfg.data_cache or tempfile.gettempdir()).absolute()
         self.folder = parent / f"{PREFIX}{place.launch}-{platform.node()}"
@@ -127,10 +129,10 @@ class Stream:
     def shards(self, split: str) -> list[StreamedShard]:
         """The shards of a split, in order."""
         shards = []
-        for name, first_block in zip(self.index.names, self.index.first.tolist(), strict=False):
+        for number, name in enumerate(self.index.names):
             if name.startswith(f"{split}-"):
                 header = self.index.headers[name]
-                shards.append(StreamedShard(header, BlockIds(self, header, first_block)))
+                shards.append(StreamedShard(header, BlockIds(self, header, number)))
         return shards
 
     def keep(self, split, window_ids: np.ndarray) -> None:
@@ -139,6 +141,7 @@ class Stream:
             with failing_for_all(self.folder):
                 needed = self.blocks_of(split, window_ids)
                 self.check_room(len(needed))
+            with contextlib.suppress(OSError):  # it has ended, and said why
                 self.send(needed)
         self.kept = self.next_plan()
         self.plans_read = self.readers[self.world.local_rank, 1] = 1
@@ -167,7 +170,7 @@ class Stream:
         while (self.readers[:, 0] < 0).any():  # ranks that have not begun yet
             time.sleep(POLL)
         dp_ranks = np.unique(self.readers[:, 0])
-        with contextlib.suppress(OSError, ValueError):  # it has ended, and said why
+        with contextlib.suppress(OSError, ValueError):  # the process has ended, or `close`
             for step in steps:
                 of_ranks = [window_ids(step, int(dp_rank)) for dp_rank in dp_ranks]
                 self.send(self.blocks_of(split, np.concatenate(of_ranks)))
@@ -180,13 +183,12 @@ class Stream:
     def blocks_of(self, split, window_ids: np.ndarray) -> np.ndarray:
         """The numbers of the blocks in which these windows lie, in order, int64."""
         shard_ids, tokens = split.places(window_ids)
-        shards = split.shards
-        sizes = np.array([item_bytes(shard.header) for shard in shards])[shard_ids]
-        first = np.array([shard.ids.first_block for shard in shards])[shard_ids]
+        numbers = split.shards[0].ids.number + shard_ids
+        first, sizes = self.index.first[numbers], self.index.item_bytes[numbers]
         begin = first + tokens * sizes // BLOCK
-        end = first + ((tokens + self.seq_len + 1) * sizes - 1) // BLOCK
-        grid = begin[:, None] + np.arange((end - begin).max() + 1)
-        return np.unique(grid[grid <= end[:, None]])
+        last = first + ((tokens + self.seq_len + 1) * sizes - 1) // BLOCK
+        grid = begin[:, None] + np.arange((last - begin).max() + 1)
+        return np.unique(grid[grid <= last[:, None]])
 
     def next_plan(self) -> dict[int, int]:
         """Wait for the next plan: block -> its place in the cache."""
@@ -231,8 +233,9 @@ class Stream:
                     raise UserError(f"{self.url} has no {name}: {make} makes it") from error
         blocks.check_index(self.folder / blocks.NAME, self.url, place.fingerprint)
         n_blocks = len(read_index(self.folder / blocks.NAME))
-        room = self.cfg.data_cache_gb * 1e9 - sum(p.stat().st_size for p in self.folder.iterdir())
-        self.n_places = max(0, min(n_blocks, int(room) // BLOCK))
+        self.small_bytes = sum(path.stat().st_size for path in self.folder.iterdir())
+        room = int(self.cfg.data_cache_gb * 1e9) - self.small_bytes
+        self.n_places = max(0, min(n_blocks, room // BLOCK))
         allocate(self.folder / "cache", max(1, self.n_places) * BLOCK)
         readers = np.array([[-1, 0]] * self.world.local_size, np.int64)
         readers.tofile(self.folder / "readers")
@@ -250,11 +253,10 @@ class Stream:
         """UserError if the cache cannot hold what is kept and the blocks of a step."""
         n_ranks = min(self.world.local_size, self.world.dp_size)
         n_rows = self.cfg.global_batch_size // self.world.dp_size * n_ranks
-        sizes = [item_bytes(header) for header in self.index.headers.values()]
-        window = (self.seq_len + 1) * max(sizes)
+        window = (self.seq_len + 1) * int(self.index.item_bytes.max())
         of_window = (window + BLOCK - 2) // BLOCK + 1  # wherever it begins
         needed = min(len(self.index), n_kept + n_rows * of_window)
-        least = math.ceil(needed * BLOCK / 1e5) / 1e4
+        least = math.ceil((needed * BLOCK + self.small_bytes) / 1e5) / 1e4
         require(
             self.n_places >= needed,
             f"data_cache_gb {self.cfg.data_cache_gb:g} does not hold the evaluation and a step: "
@@ -516,7 +518,7 @@ def main(argv) -> None:
         blocks.check_index(path, url, summary["fingerprint"])
         index = read_index(path)
     begins = index.first.tolist()
-    for name, first, end in zip(index.names, begins, begins[1:], strict=True):
+    for name, first, end in zip(index.names, begins[:-1], begins[1:], strict=True):
         for block in range(first, end, MOST_BLOCKS):
             checked(store, index, block, min(block + MOST_BLOCKS, end) - 1)
         print(f"{url}/{name}: {index.headers[name]['tokens']:,} tokens, intact")

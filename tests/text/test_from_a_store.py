@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +54,8 @@ def make(folder: Path, n_shards: int, tokens: int) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    """Three shards of 256 kB, and one for validation."""
-    return make(tmp_path_factory.mktemp("random") / "tokens", 3, 2**17)
+    """Six shards of 256 kB, and one for validation: 103 blocks."""
+    return make(tmp_path_factory.mktemp("random") / "tokens", 6, 2**17)
 
 
 def upload(folder: Path, url: str) -> None:
@@ -120,21 +121,35 @@ def shards_asked_for(store) -> list[str]:
 # --- Batches
 
 
-def test_batches_from_a_store_are_those_of_the_folder(store, tokens, tmp_path):
-    """In two epochs, some steps left out. What fits the cache is fetched once."""
+@pytest.mark.parametrize("fits", [True, False])
+def test_batches_from_a_store_are_those_of_the_folder(store, tokens, tmp_path, fits):
+    """Of two ranks, some steps left out. What fits the cache is fetched once in all epochs."""
     upload(tokens, store.url)
     store.proxy.requests.clear()
-    cfg = settings(tmp_path / "cache")
+    cfg = settings(tmp_path / "cache", data_cache_gb=0.002 if fits else 0.001)
     n_blocks = len(blocks.read_index(tokens / blocks.NAME))
-    epoch = 3 * 2**17 // SEQ_LEN // 16
-    with opened(place(store.url, tokens), cfg, alone()) as dataset:
-        compare(dataset, tokens, cfg, alone(), [0, 1, *range(9, 2 * epoch)])
-    assert 0 < len(shards_asked_for(store)) <= n_blocks
+    epoch = 6 * 2**17 // SEQ_LEN // 16
+    steps = [0, 1, *range(9, 2 * epoch if fits else 40)]
+    found = place(store.url, tokens)
+
+    def read(rank):
+        world = processes.World(rank, 2, rank, 2, torch.device("cpu"))
+        dataset = data.Dataset(found, MODEL, cfg, world)
+        compare(dataset, tokens, cfg, world, steps)
+        return dataset.stream
+
+    with ThreadPoolExecutor(2) as threads:
+        first, _ = threads.map(read, range(2))
+    first.close()
+    n_requests = len(shards_asked_for(store))
+    assert n_requests <= n_blocks if fits else n_requests > n_blocks
     assert not list((tmp_path / "cache").iterdir())
 
 
-@pytest.mark.parametrize("n_ranks", [2, slowly(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
 def test_the_ranks_of_a_node_fetch_once(ranks, store, tokens, tmp_path, n_ranks):
+    """The same in processes."""
     upload(tokens, store.url)
     store.proxy.requests.clear()
     cfg = settings(tmp_path / "cache")
@@ -235,7 +250,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", ["a flipped bit", "another shard", slowly("shorter"), "gone"])
 def test_a_shard_that_is_broken_or_changed_is_named(tokens, tmp_path, change):
     """In a folder as the store."""
     url = f"file://{tmp_path}/store"
@@ -367,14 +382,14 @@ def test_what_a_node_refuses(tokens, tmp_path):
     url = f"file://{tmp_path}/store"
 
     def message(**more):
-        cfg = settings(**({"cache": tmp_path / "cache"} | more))
+        cfg = settings(**({"cache": tmp_path / "cache", "data_cache_gb": 0.001} | more))
         return refusal(data.Dataset, place(url, tokens), MODEL, cfg, alone())
 
     upload(tokens, url)
     too_small = message(global_batch_size=64)
     assert "--data_cache_gb=" in too_small
     enough = float(re.search(r"--data_cache_gb=([\d.]+)", too_small)[1])
-    cfg = settings(tmp_path / "cache", global_batch_size=64, data_cache_gb=enough + 0.001)
+    cfg = settings(tmp_path / "cache", global_batch_size=64, data_cache_gb=enough)
     with opened(place(url, tokens), cfg, alone()) as dataset:
         compare(dataset, tokens, cfg, alone(), range(30))
 
@@ -383,7 +398,7 @@ def test_what_a_node_refuses(tokens, tmp_path):
     flip(url, blocks.NAME, 5000)
     assert f"python -m text.blocks {url}" in message()
     open_store(url).delete(blocks.NAME)
-    assert f"has no blocks.bin: python -m text.blocks {url}" in message()
+    assert f"has no blocks.crc32: python -m text.blocks {url}" in message()
 
 
 def test_a_disk_without_room_for_the_cache(disk, tokens, tmp_path):
@@ -395,7 +410,7 @@ def test_a_disk_without_room_for_the_cache(disk, tokens, tmp_path):
     assert f"{disk} on " in line and "lower --data_cache_gb" in line
 
 
-# --- blocks.bin
+# --- blocks.crc32
 
 
 def test_preparing_writes_the_checksums_and_an_older_folder_gets_them(tiny_data, tmp_path, python):
@@ -416,7 +431,7 @@ def test_a_store_is_checked(tokens, tmp_path, capsys):
     url = f"file://{tmp_path}/store"
     upload(tokens, url)
     stream.main([url])
-    assert capsys.readouterr().out.count("intact") == 4
+    assert capsys.readouterr().out.count("intact") == 7
     flip(url, "train-00002.bin", 100_000)
     with pytest.raises(StartAgain, match="train-00002.bin is damaged"):
         stream.main([url])
