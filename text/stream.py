@@ -247,6 +247,7 @@ class Stream:
         )
         job = {"url": self.url, "folder": str(self.folder), "parent": os.getpid()}
         self.fetcher.stdin.write(json.dumps(job).encode() + b"\n")
+        self.fetcher.stdin.flush()
         (self.folder / "ready").touch()
 
     def check_room(self, n_kept: int) -> None:

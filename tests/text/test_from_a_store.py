@@ -395,7 +395,7 @@ def test_what_a_node_refuses(tokens, tmp_path):
 
     (tmp_path / "file").touch()
     assert "set another --data_cache" in message(cache=tmp_path / "file")
-    flip(url, blocks.NAME, 5000)
+    flip(url, blocks.NAME, 2000)
     assert f"python -m text.blocks {url}" in message()
     open_store(url).delete(blocks.NAME)
     assert f"has no blocks.crc32: python -m text.blocks {url}" in message()
