@@ -376,15 +376,14 @@ def end_with_rank(rank: int, folder: Path) -> None:
 
 @contextlib.contextmanager
 def ending_for_all(folder: Path):
-    """If this block fails, in whichever thread, the ranks of the node and this process end."""
+    """If this block fails, in whichever thread, the ranks of the node end, and so this process."""
     try:
-        with failing_for_all(folder):
-            yield
-    except (UserError, OSError):
-        os._exit(1)
-    except BaseException:
+        yield
+    except (UserError, OSError) as error:
+        write_failure(folder, error)
+    except Exception as error:
         sys.excepthook(*sys.exc_info())
-        os._exit(1)
+        write_failure(folder, StartAgain(f"the process that fetches: {program.one_line(error)}"))
 
 
 class Fetcher:
@@ -404,15 +403,12 @@ class Fetcher:
 
     def run(self, source) -> None:
         """Fetch plan after plan, until the source ends."""
-        publisher = threading.Thread(target=self.publish)
-        publisher.start()
+        threading.Thread(target=self.publish, daemon=True).start()
         plan = 0
         while size := source.read(8):
             needed = np.frombuffer(source.read(8 * int.from_bytes(size, sys.byteorder)), np.int64)
             self.begin(plan, needed.tolist())
             plan += 1
-        self.plans.put(None)
-        publisher.join()
 
     def begin(self, plan: int, needed: list[int]) -> None:
         """Find places for the blocks of a plan, and begin to fetch what is missing."""
@@ -471,8 +467,8 @@ class Fetcher:
         """A thread: write each plan once its blocks are there, and delete what was read."""
         oldest = 0
         with ending_for_all(self.folder):
-            while job := self.plans.get():
-                plan, numbers_and_places, fetched = job
+            while True:
+                plan, numbers_and_places, fetched = self.plans.get()
                 for request in fetched:
                     request.result()
                 temporary = self.folder / "plan"
