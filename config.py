@@ -65,7 +65,7 @@ RANGES = {
         (0, 0.999999, "beta1 beta2"),
         (1e-30, 1, "adam_eps"),  # 0 would divide by 0 where the gradient is 0
         (0, 10**6, "clip_qkv grad_clip save_minutes shard_size"),
-        (1e-3, 10**6, "timeout_minutes peak_tflops"),
+        (1e-3, 10**6, "timeout_minutes peak_tflops data_cache_gb"),
         # Planning.
         (1, 10**6, "devices ranks nodes"),
         (1, 10**4, "node_size"),
@@ -329,7 +329,9 @@ class TrainConfig:
     dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet, MDS), of the Hub: allenai/c4:en
     mix: list[str] = dataclasses.field(default_factory=list)  # as 'c4 0.7 allenai/c4:en'
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
-    data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
+    data_dir: str = ""  # the prepared tokens: a folder, s3://..., or empty = data/DATASET-TOKENIZER
+    data_cache: str = ""  # data_dir in a store (s3://...): each node's cache; empty = in TMPDIR
+    data_cache_gb: float = 20.0  # most that this cache takes (10^9 bytes)
     max_tokens: int = 0  # prepare at most this many training tokens (0 = all), of each source
     val_fraction: float = 0.005  # share of the documents kept for validation
     # --- data: prompts and responses; see text/chat.py
@@ -618,10 +620,10 @@ RENAMED = {"checkpoint_every": "recompute_every"}
 # values than a config file's, the result to which its `expect` refers is the same, up to chance.
 SAME_RESULT = set(
     """
-    seed attn_impl data_dir microbatch_size device precision sharding tp sequence_parallel pp
-    shard_size activation_checkpointing recompute_every compile peak_tflops eval_interval
-    icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last keep_every remote
-    track resume max_bad_steps timeout_minutes
+    seed attn_impl data_dir data_cache data_cache_gb microbatch_size device precision sharding tp
+    sequence_parallel pp shard_size activation_checkpointing recompute_every compile peak_tflops
+    eval_interval icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last
+    keep_every remote track resume max_bad_steps timeout_minutes
     """.split()
 )
 

@@ -37,7 +37,6 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +68,15 @@ class Split:
     number of tokens that are learned. Of a chat, `text_bytes` counts the text of those alone.
     """
 
-    def __init__(self, folder: Path, split: str, seq_len: int):
-        """UserError if the folder has no shard of this split, or too few tokens for one window."""
+    def __init__(self, folder, split: str, seq_len: int, shards=None):
+        """UserError if the folder has no shard of this split, or too few tokens for one window.
+
+        shards: those of a folder in a store, see text/stream.py.
+        """
         raise_file_limit()
         self.folder = folder
         self.seq_len = seq_len
-        self.shards = [Shard(path) for path in shard_files(folder, split)]
+        self.shards = shards or [Shard(path) for path in shard_files(folder, split)]
         require(
             self.shards,
             f"no {split} shards in {folder} on {platform.node()}: every node must see this folder",
@@ -132,9 +134,7 @@ class Split:
         ~id stands for an id that is not learned: see `inputs_and_labels`.
         """
         rows = np.empty((len(window_ids), self.seq_len + 1), np.int64)
-        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
-        for row, shard_id, window_id in zip(rows, shard_ids, window_ids, strict=True):
-            begin = (window_id - self.first_window[shard_id]) * self.seq_len
+        for row, shard_id, begin in zip(rows, *self.places(window_ids), strict=True):
             row[:] = self.shards[shard_id].ids[begin : begin + self.seq_len + 1]
         require(
             not len(rows) or plain_ids(rows).max() < self.vocab_size,
@@ -142,6 +142,11 @@ class Split:
             "delete it and run data.py again",
         )
         return rows
+
+    def places(self, window_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where these windows begin: (indices of shards, indices of tokens there)."""
+        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
+        return shard_ids, (window_ids - self.first_window[shard_ids]) * self.seq_len
 
     def batch(
         self, seed: int, step: int, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1
@@ -156,13 +161,17 @@ class Split:
 
     def rows(self, seed: int, samples: np.ndarray) -> np.ndarray:
         """The rows of these samples, (len(samples), seq_len + 1) int64."""
+        return self.windows(self.window_ids(seed, samples))
+
+    def window_ids(self, seed: int, samples: np.ndarray) -> np.ndarray:
+        """The windows of these samples, (len(samples),) int64."""
         epochs, positions = np.divmod(samples, len(self))
 
         window_ids = np.empty_like(positions)
         for epoch in np.unique(epochs):  # more than one if an epoch ends inside this batch
             in_epoch = epochs == epoch
             window_ids[in_epoch] = permute(positions[in_epoch], len(self), seed, int(epoch))
-        return self.windows(window_ids)
+        return window_ids
 
 
 class Mixture:
@@ -195,7 +204,7 @@ class Mixture:
         rows = np.empty((len(samples), self.splits[0].seq_len + 1), np.int64)
         for index, split in enumerate(self.splits):
             own = sources == index
-            rows[own] = split.rows(seed, numbers[own])
+            rows[own] = split.windows(split.window_ids(seed, numbers[own]))
         return rows
 
 
@@ -243,10 +252,10 @@ def n_evaluated(split, eval_tokens: int) -> int:
     return max(1, min(len(split), eval_tokens // split.seq_len))
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> list[Path]:
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> list:
     """The checked data folders of a training run: see text/prepare.py. Rank 0 alone calls it.
 
-    One, or that of each source of a mixture.
+    One, which is a path or a `stream.StoredFolder`, or that of each source of a mixture.
     """
     from text import prepare  # here, since the other ranks do without
 
@@ -260,7 +269,7 @@ class Part(NamedTuple):
 
     name: str  # of the source; empty without a mixture
     share: float  # of the samples; 1 without a mixture
-    folder: Path
+    folder: Path | str  # of a store, its address
     train: Split
     val: Split
 
@@ -268,14 +277,29 @@ class Part(NamedTuple):
 class Dataset:
     """The data of a run: one prepared folder, or one for each source of a mixture."""
 
-    def __init__(self, folders: list[Path], model_cfg: config.MPTConfig, mix: Sequence[str] = ()):
-        """UserError if an id exceeds the model's vocabulary, or a split is less than one window."""
+    def __init__(self, folders: list, model_cfg: config.MPTConfig, cfg=None, world=None):
+        """UserError if an id exceeds the model's vocabulary, or a split is less than one window.
+
+        folders: what `open_or_prepare` returned. cfg: for a mixture; and world: for a store.
+        """
         length = model_cfg.max_seq_len
+        mix = cfg.mix if cfg else []
         sources = config.sources(mix) or [config.Source("", 1.0, "")]
+        places, shards = folders, {"train": None, "val": None}
+        self.stream = None
+        if not isinstance(folders[0], Path):
+            from text.stream import Stream  # here, since most runs do without
+
+            self.stream = Stream(folders[0], cfg, world, length)
+            places, folders = [self.stream.url], [self.stream.folder]
+            shards = {split: self.stream.shards(split) for split in shards}
         self.parts = [
-            Part(s.name, s.share, f, Split(f, "train", length), Split(f, "val", length))
-            for s, f in zip(sources, folders, strict=True)
+            Part(s.name, s.share, p, *(Split(p, split, length, shards[split]) for split in shards))
+            for s, p in zip(sources, places, strict=True)
         ]
+        if self.stream:
+            val = self.parts[0].val
+            self.stream.keep(val, np.arange(n_evaluated(val, cfg.eval_tokens)))
         fingerprints = [read_summary(folder)["fingerprint"] for folder in folders]
         self.train = self.parts[0].train
         self.fingerprint = fingerprints[0]
@@ -294,7 +318,7 @@ class Dataset:
             name = read_summary(folder)["tokenizer"]
             self.separator = tokenizer.load(name, self.tokenizer_file).eot
         n_ids = self.parts[0].train.vocab_size
-        problem = f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {folder}"
+        problem = f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {places[0]}"
         require(n_ids <= model_cfg.vocab_size, f"{problem}: raise it")
 
     @property
@@ -310,11 +334,18 @@ class Dataset:
         thread reads the next ones while this rank trains.
         """
 
+        def window_ids(step: int, dp_rank: int) -> np.ndarray:
+            samples = samples_of(step, cfg.global_batch_size, dp_rank, world.dp_size)
+            return self.train.window_ids(cfg.seed, samples)
+
         def read(step: int) -> np.ndarray:
             return self.train.batch(
                 cfg.seed, step, cfg.global_batch_size, world.dp_rank, world.dp_size
             )
 
+        if self.stream:
+            steps = list(steps)
+            read = self.stream.ahead(read, self.train, window_ids, steps)
         return prefetch(read, steps, world.device)
 
 

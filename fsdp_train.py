@@ -62,7 +62,7 @@ def main(argv) -> None:
 
     # data
     folders = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
-    dataset = data.Dataset(folders, model_cfg, cfg.mix)
+    dataset = data.Dataset(folders, model_cfg, cfg, world)
     evaluator = Evaluator(model_cfg, cfg, world, dataset)
 
     # where to begin: at the newest sound checkpoint, or at step 0

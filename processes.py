@@ -742,7 +742,7 @@ def run(main) -> None:
     except BaseException as error:
         if mistake := user_error(error):
             report_user_error(mistake)
-            status = 2
+            status = getattr(mistake, "status", 2)
         elif is_lost(error):
             line = f"lost another rank: {program.one_line(error)}"
             program.print_error(line, f"error on rank {program.rank()}")

@@ -50,9 +50,17 @@ class UserError(ValueError):
     on_all_ranks: all ranks raise it together, so rank 0 alone prints it.
     """
 
+    status = 2
+
     def __init__(self, message: str, on_all_ranks: bool = False):
         super().__init__(message)
         self.on_all_ranks = on_all_ranks
+
+
+class StartAgain(UserError):
+    """An error that may be gone when the run is started again: exit status 75."""
+
+    status = RESUME_ME
 
 
 def require(condition: bool, message: str) -> None:
@@ -218,7 +226,7 @@ def run(main) -> None:
         status = 141
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         print_error(error)
-        status = 2
+        status = getattr(error, "status", 2)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise

@@ -77,6 +77,8 @@ def text_of(run: str, max_seq_len: int) -> tuple[data.Split, TrainConfig]:
     fix = "give a BASE that was trained on one data set"
     require(not meta.get("mix"), f"{run} was trained on a mixture: {fix}")
     names = ("dataset", "tokenizer", "data_dir", "eval_tokens", "microbatch_size")
+    fix = "give a BASE that was trained from a folder"
+    require("://" not in meta["data_dir"], f"{run} was trained from {meta['data_dir']}: {fix}")
     cfg = config.from_dict(TrainConfig, {name: meta[name] for name in names}, run)
     folder = Recipe(cfg).folder
     require(folder.exists(), f"the data of {run} are not in {folder}: run its command again")

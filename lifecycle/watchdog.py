@@ -367,7 +367,8 @@ class Watchdog:
         elif processes.is_lost(error):
             problem = f"lost another rank: {program.one_line(error)}"
         else:
-            self.publish_exit_status(2 if processes.user_error(error) else 1)
+            mistake = processes.user_error(error)
+            self.publish_exit_status(getattr(mistake, "status", 2) if mistake else 1)
             return  # processes.run prints the error
         status = self.peer_exit_status()
         if status is None:  # this rank is the first to fail

@@ -60,7 +60,7 @@ def make(tmp_path):
 
 
 def opened(cfg) -> Dataset:
-    return Dataset(data.open_or_prepare(cfg, SEQ_LEN), MODEL, cfg.mix)
+    return Dataset(data.open_or_prepare(cfg, SEQ_LEN), MODEL, cfg)
 
 
 def content(folder) -> dict:
@@ -249,6 +249,14 @@ def test_a_source_that_holds_too_little_is_named(make, tmp_path, empty):
     assert words.get(empty, "name another one") in message
 
 
+def test_a_mixture_is_not_read_from_a_store(make):
+    cfg = make(data_dir="s3://bucket/tokens")
+    message = refusal(open_all, cfg)
+    assert "from folders of this machine, not from s3://bucket/tokens: set --data_dir" in message
+    flags = [f"--mix={line}" for line in cfg.mix]
+    assert refusal(data.main, [*flags, f"--data_dir={cfg.data_dir}"]) == message
+
+
 def open_all(cfg):
     return data.open_or_prepare(cfg, SEQ_LEN)
 
@@ -354,7 +362,7 @@ def test_prompts_and_responses_can_be_mixed(tmp_path):
     more = {"data_format": "chat", "packing": False, "val_fraction": 0.1, "tokenizer": "bytes"}
     cfg = TrainConfig(mix=mix, data_dir=str(tmp_path / "tokens"), **more)
     model_cfg = replace(MODEL, max_seq_len=96)
-    dataset = Dataset(data.open_or_prepare(cfg, 96), model_cfg, mix)
+    dataset = Dataset(data.open_or_prepare(cfg, 96), model_cfg, cfg)
     rows = dataset.train.batch(1, 0, 10)
     assert rows.shape == (10, 97) and (rows < 0).any()
     assert dataset.train.locate(np.arange(10))[0].tolist() == [0, 1] * 5

@@ -7,6 +7,7 @@ temporary name and renamed, so a file that exists is complete. A chunk that is a
 skipped, so an interrupted preparation resumes.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
+                            blocks.crc32: checksums, to train from a store (text/blocks.py)
 
 dataset.json says what the tokens were made from: settings, and short hashes of files.
 
@@ -50,9 +51,11 @@ import program
 from config import TrainConfig
 from program import UserError, require
 from storage import files
-from text import corpus
+from storage.object_store import open_store
+from text import blocks, corpus
 from text import tokenizer as tokenizers
 from text.shards import (
+    SUMMARY,
     Shard,
     fingerprint,
     read_summary,
@@ -96,8 +99,10 @@ class Recipe:
         return None if name == self.source else Recipe(cfg, self.max_seq_len, name)
 
     @functools.cached_property
-    def folder(self) -> Path:
-        """The folder of the shards: `--data_dir`, or data/DATASET-TOKENIZER."""
+    def folder(self) -> Path | str:
+        """The folder of the shards: `--data_dir`, or data/DATASET-TOKENIZER. Of a store, a str."""
+        if self.store:
+            return self.store.url
         if self.cfg.data_dir:
             return Path(self.cfg.data_dir) / self.source
         names = [self.cfg.dataset, tokenizers.canonical(self.cfg.tokenizer)]
@@ -105,6 +110,26 @@ class Recipe:
             names += ["of", self.first.cfg.dataset]
         plain_names = [re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for name in names]
         return Path("data") / "-".join(plain_names)
+
+    @functools.cached_property
+    def store(self):
+        """The object store that holds the shards, None if they are in a folder."""
+        return open_store(self.cfg.data_dir) if "://" in self.cfg.data_dir else None
+
+    def summary(self) -> dict | None:
+        """dataset.json, or None if there is none. UserError if it is damaged."""
+        if not self.store:
+            return read_summary(self.folder)
+        content = self.read("dataset.json")
+        where, fix = f"{self.folder}/dataset.json", "copy it there again"
+        return content and files.parse_json(content, where, dict, SUMMARY, fix)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file of the folder, or of the store. None if there is none."""
+        try:
+            return self.store.get(name) if self.store else files.read_bytes(self.folder / name)
+        except FileNotFoundError:
+            return None
 
     @functools.cached_property
     def row_format(self):
@@ -188,15 +213,15 @@ class Recipe:
 
         Or that of a mixture's first source another one than here?
         """
-        copy = self.folder / "tokenizer.json"
         if of_first := self.tokenizer_of_first():
+            copy = self.folder / "tokenizer.json"
             return not copy.exists() or files.read_bytes(copy) != files.read_bytes(of_first)
         name = self.cfg.tokenizer
         if not (name.endswith(".json") and os.path.exists(name)):
             return False
-        if not copy.exists():
+        content = self.read("tokenizer.json")
+        if content is None:
             return True
-        content = files.read_bytes(copy)
         # The second question is for a vocab.json, from which a tokenizer.json is made.
         return files.read_bytes(name) != content and tokenizers.load(name).content != content
 
@@ -206,8 +231,12 @@ class Recipe:
         return path if path and path.exists() else None
 
     def command(self) -> str:
-        """The command that makes the folder; all folders of a mixture."""
-        flags = self.settings() | {"max_tokens": self.cfg.max_tokens, "data_dir": self.folder}
+        """The command that makes the folder, or one to be copied to the store.
+
+        All folders of a mixture.
+        """
+        folder = "data/tokens" if self.store else self.folder
+        flags = self.settings() | {"max_tokens": self.cfg.max_tokens, "data_dir": folder}
         if self.source:
             flags["data_dir"] = self.cfg.data_dir
             del flags["dataset"]
@@ -231,6 +260,8 @@ def of_mixture(function, cfg: TrainConfig, *args) -> list[Path]:
 
     An error says of which.
     """
+    where = f"a mixture is read from folders of this machine, not from {cfg.data_dir}"
+    require("://" not in cfg.data_dir, f"{where}: set --data_dir to a folder, or leave it out")
     folders = []
     for of_source, name in each_source(cfg):
         try:
@@ -253,16 +284,17 @@ def has_enough(summary: dict, max_tokens: int) -> bool:
 # When a run begins
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = "") -> Path:
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = ""):
     """The checked data folder of a training run. One process calls it (global rank 0).
 
-    A small data set that is missing is prepared first. max_seq_len, source: as for `prepare`.
+    A small data set that is missing is prepared first, though not in a store. max_seq_len, source:
+    as for `prepare`. Returns a path, or a `stream.StoredFolder`.
     Raises UserError for a large one, with the command that prepares it, and for a damaged folder or
     one made with other settings, or from files that have changed.
     """
     recipe = Recipe(cfg, max_seq_len, source)
     folder = recipe.folder
-    summary = read_summary(folder)
+    summary = recipe.summary()
     if summary:
         recipe.require_settings(summary)
         require_unchanged(recipe, summary)
@@ -271,6 +303,10 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = "") ->
         require_small(recipe, summary)
         prepare(cfg, max_seq_len=max_seq_len, source=source)
         summary = read_summary(folder)
+    if recipe.store:
+        from text.stream import StoredFolder
+
+        return StoredFolder(folder, summary["fingerprint"])
     require(
         fingerprint(folder) == summary["fingerprint"],
         f"a shard is missing in {folder}: {recipe.command()} makes it",
@@ -341,6 +377,8 @@ def require_small(recipe: Recipe, summary: dict | None) -> None:
     state = f"no data set is in {folder} yet"
     if summary:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
+    copying = f"prepare a folder and copy its files there: {recipe.command()}"
+    require(not recipe.store, f"{state}: {copying}")
     now = ["--dataset=stdlib --tokenizer=bpe-4096 (Python's own source)"] * (not cfg.mix)
     if not paths or cfg.mix:  # it is on the Hub
         now.append(f"--max_tokens={FIRST_SLICE} (a first slice: {FIRST_SLICE_COST})")
@@ -368,6 +406,8 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0, source: st
     """
     recipe = Recipe(cfg, max_seq_len, source)
     folder = recipe.folder
+    copying = f"prepare a folder and copy its files there: {recipe.command()}"
+    require(not recipe.store, f"{folder} is no folder of this machine: {copying}")
     if is_made(recipe, read_summary(folder)):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -423,6 +463,7 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
     )
     if is_alone:
         remove_leftovers(folder)
+    blocks.write_index(folder)
 
     summary = {
         **recipe.settings(),
@@ -598,8 +639,9 @@ def remove_shards_from(folder: Path, n_chunks: int) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files that killed preparations left."""
+    ours = re.compile(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.crc32)\.")
     for path in folder.glob("*.tmp"):
-        if re.match(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json)\.", path.name):
+        if ours.match(path.name):
             path.unlink(missing_ok=True)
 
 

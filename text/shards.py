@@ -111,8 +111,12 @@ class Shard:
 
 def shard_files(folder: Path, split: str = "(train|val)") -> list[Path]:
     """The shards of a data folder in order. Other files are ignored."""
-    name = re.compile(rf"{split}-[0-9]+\.bin")
-    return sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
+    return sorted(path for path in Path(folder).glob("*.bin") if is_shard(path.name, split))
+
+
+def is_shard(name: str, split: str = "(train|val)") -> bool:
+    """Is this the name of a shard?"""
+    return bool(re.fullmatch(rf"{split}-[0-9]+\.bin", name))
 
 
 def require_shard(path: Path) -> None:
@@ -127,7 +131,12 @@ def require_shard(path: Path) -> None:
 
 def fingerprint(folder: Path) -> str:
     """A short hash of all shards, from their headers. UserError if a header is damaged."""
-    hashes = [Shard(path).header["sha256"] for path in shard_files(folder)]
+    return fingerprint_of(Shard(path).header for path in shard_files(folder))
+
+
+def fingerprint_of(headers) -> str:
+    """The same from the headers of all shards in order."""
+    hashes = [header["sha256"] for header in headers]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
