@@ -129,8 +129,10 @@ class Guard:
         except TooSlow:
             limit = f"the body took more than {BODY_SECONDS} s: send it faster"
             await send_error(ApiError(408, limit), send_with_id)
-        except asyncio.CancelledError:
-            pass  # by the clock above, or at the server's end: the connection closes
+        except asyncio.CancelledError:  # by the clock above, or a second signal
+            if status == 499:  # else the connection closes in the middle of the answer
+                ended = "the server has ended this request: try again later"
+                await send_error(ApiError(503, ended), send_with_id)
         finally:
             end.cancel()
             self.n_open -= is_counted

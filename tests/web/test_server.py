@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -151,24 +150,25 @@ def test_logprobs_of_a_completion(client):
         assert max(likeliest.values()) == pytest.approx(value)
 
 
-def test_an_echoed_prompt_has_the_log_probabilities_of_the_model(client, folder):
-    """As lm-evaluation-harness asks for them."""
+def test_an_echoed_prompt_has_the_log_probabilities_of_the_model(served, folder):
+    """As lm-evaluation-harness asks. The first is null, as OpenAI's strict client does not expect."""
     model, tokenizer, _ = load.load_for_sampling(str(folder / "run"), None, "cpu", in_fp32=True)
     prompts = ["the river " * 9, "the river ran. é"]
     asked = dict(model="run", prompt=prompts, max_tokens=1, temperature=0, logprobs=2, echo=True)
-    for prompt, choice in zip(prompts, client.completions.create(**asked).choices, strict=True):
+    _, answer = served.post("/v1/completions", asked)
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
         ids = torch.tensor(tokenizer.encode(prompt).tolist())
         with torch.inference_mode():
             log_p = model.eval()(ids[None])[0, :, : tokenizer.vocab_size].log_softmax(-1)
         wanted = log_p[:-1].gather(1, ids[1:, None])[:, 0].tolist()
-        found = choice.logprobs
-        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
-        assert found.token_logprobs[1:-1] == pytest.approx(wanted, abs=1e-4)
-        likeliest = [max(top.values()) for top in found.top_logprobs[1:]]
+        found = choice["logprobs"]
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:-1] == pytest.approx(wanted, abs=1e-4)
+        likeliest = [max(top.values()) for top in found["top_logprobs"][1:]]
         assert likeliest == pytest.approx(log_p.amax(-1).tolist(), abs=1e-4)
-        assert choice.text.startswith(prompt) and len(found.tokens) == len(ids) + 1
-        assert found.text_offset[-1] == len(prompt)
-        assert [choice.text[place] for place in found.text_offset[:3]] == ["t", "h", "e"]
+        assert choice["text"].startswith(prompt) and len(found["tokens"]) == len(ids) + 1
+        assert found["text_offset"][-1] == len(prompt)
+        assert [choice["text"][place] for place in found["text_offset"][:3]] == ["t", "h", "e"]
 
 
 def test_where_tokens_begin_in_a_text_of_wide_characters(served):
@@ -418,26 +418,6 @@ def test_too_many_texts_are_sent_away(folder):
     assert status == 429 and "try again" in body["error"]["message"]
     assert server.request("POST", "/v1/completions", {**ASK, "n": 4}, key=None)[1]["retry-after"]
     assert server.stop() == 0
-
-
-def test_sigterm_lets_open_requests_finish(folder):
-    server = Served(folder, "--rows=8")
-    answers = []
-
-    def ask(n):
-        body = {**ASK, "max_tokens": 100, "seed": n}
-        answers.append(server.post("/v1/completions", body, key=None))
-
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(30)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: server.health()["running"] == 8)
-    assert server.stop() == 0
-    for thread in threads:
-        thread.join()
-    kinds = {status for status, _ in answers}
-    assert len(answers) == 30 and kinds <= {200, 503}, kinds
-    assert sum(status == 200 for status, _ in answers) >= 8
 
 
 # --- The command
