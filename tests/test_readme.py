@@ -185,6 +185,7 @@ QUICK = ("plan.py", "planning.", "flops.py", "--dataset='my/*.txt'")
 # Commands that are tested elsewhere, or cannot run here.
 FINETUNED = "tests/lessons/test_finetuned.py"
 SERVED = "test_a_server_answers_its_own_example below"
+STORED = "tests/text/test_from_a_store.py"
 ELSEWHERE = {
     "make elastic": "tests/lessons/test_elastic.py",
     "make bundle": "tests/lessons/test_bundle.py",
@@ -198,6 +199,11 @@ ELSEWHERE = {
     "python fsdp_train.py configs/lora_demo.py": FINETUNED,
     "python serve.py runs/demo": SERVED,
     "python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0": SERVED,
+    "pip install obstore": "it needs internet",
+    "aws s3 cp --recursive data/my s3://bucket/my": STORED,
+    "python -m text.stream s3://bucket/my": STORED,
+    "python fsdp_train.py configs/demo.py --dataset='my/*.txt' --tokenizer=bpe-4096 "
+    "--data_dir=s3://bucket/my": STORED,
     "python -m bench serve": "test_the_benchmark_of_the_server below",
     "python -m bench first_night": "tests/bench/test_bench_first_night.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
