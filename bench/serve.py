@@ -165,7 +165,7 @@ def ways_to_write(args: ServeArgs, cfg: MPTConfig, model: MPT, tokenizer) -> dic
     for n in rows:
         ways[f"engine, {n} rows"] = partial(engine, n, decoder)
     if find_spec("llguidance"):
-        letters = partial(Constraints(tokenizer).regex, "[a-z]{1000}")
+        letters = partial(Constraints(tokenizer).regex, "[a-z]*")
         ways[f"engine, {rows[-1]} rows, regex"] = partial(
             engine, rows[-1], decoder, constraint=letters
         )

@@ -220,11 +220,20 @@ STANDS_FOR = {
     "runs/mpt-7b": "runs/from-mpt-7b",
     "step-200": "step-1",
     "data/stdlib-bpe-4096/*.bin": "data/small/train-00000.bin",
+    "my/c4/train/index.json": "tests/text/mds/raw/index.json",
+    "s3://bucket/runs/my1b": "memory://",
+    "s3://bucket/folder": "memory://",
+    "--track=wandb": "--track=tensorboard",
 }
-PROGRAMS = [c for c in COMMANDS if c.split()[0] in ("python", "torchrun") and c not in ELSEWHERE]
+RUN_HERE = ("python", "torchrun")
+PROGRAMS = [c for c in COMMANDS if c.split()[0] in RUN_HERE and c not in ELSEWHERE]
 QUICK_PROGRAMS = [c for c in PROGRAMS if any(words in c for words in QUICK)]
 SLOW_PROGRAMS = [c for c in PROGRAMS if c not in QUICK_PROGRAMS]
-OF_FOLDERS = sorted(commands_in(command_lines(FOLDER_PAGES)) - {*COMMANDS, *ELSEWHERE})
+OF_FOLDERS = sorted(
+    command
+    for command in commands_in(command_lines(FOLDER_PAGES)) - {*COMMANDS, *ELSEWHERE}
+    if command.split()[0] in RUN_HERE
+)
 
 
 @pytest.mark.parametrize("command", QUICK_PROGRAMS)
