@@ -151,7 +151,7 @@ def test_logprobs_of_a_completion(client):
 
 
 def test_an_echoed_prompt_has_the_log_probabilities_of_the_model(served, folder):
-    """As lm-evaluation-harness asks. The first is null, which a strict client does not expect."""
+    """As lm-evaluation-harness asks. The first has none, which the strict client would refuse."""
     model, tokenizer, _ = load.load_for_sampling(str(folder / "run"), None, "cpu", in_fp32=True)
     prompts = ["the river " * 9, "the river ran. é"]
     asked = dict(model="run", prompt=prompts, max_tokens=1, temperature=0, logprobs=2, echo=True)
