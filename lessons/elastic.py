@@ -232,6 +232,7 @@ def watch(
             kills_all = ending == signal.SIGKILL and store
             while kills_all and not being_copied(store) and launch.status() is None:
                 time.sleep(0.002)
+            step = steps_done(run_dir)
             kills_one = ending == signal.SIGKILL and not store
             victim = random.randrange(len(launch.processes)) if kills_one else None
             target = "all" if victim is None else f"rank {victim}"
