@@ -454,7 +454,7 @@ with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
 # differ in the last digits, and training makes such differences grow. The tokens must be the same.
 #
 # lessons/elastic.py keeps a run going: it starts it again until it is finished. `make elastic` is
-# the longer demonstration, with --tp and --pp.
+# the longer demonstration, with --tp and --pp, on clusters that share only an object store.
 
 # %%
 parts = [
@@ -466,10 +466,10 @@ parts = [
 moved, unmoved = FOLDER / "6-moved", FOLDER / "6-unmoved"
 if SHORT:
     print("Not run: it takes five launches, which python -m lessons 6 makes without --short.")
-    print("A stored result instead, of `make elastic` (bench/results/cpu.md, 2026-11-23): a larger")
-    print("model, 250 steps, on 1 rank, on 2, and moved: 2 -> tp 2 x pp 2 -> pp 4 -> 1 rank")
-    print("    losses                  at most 1.4e-4 nats per token from those on 1 rank")
-    print("    final validation loss   5.3514 in all three")
+    print("A stored result instead, of `make elastic` (bench/results/cpu.md, 2026-11-26): a larger")
+    print("model, 250 steps, on 1 rank, and moved: 1 -> 2 -> tp 2 x pp 2 -> 1 rank")
+    print("    losses                  at most 2.1e-5 nats per token from those on 1 rank")
+    print("    final validation loss   5.3514 in both")
 else:
     for run, its_parts in ((unmoved, [elastic.Part(1)]), (moved, parts)):
         shutil.rmtree(run, ignore_errors=True)  # of another day, perhaps of another version
