@@ -1,12 +1,12 @@
-# make train      watch a small MPT learn to write: two to four minutes on two CPU cores
+# make train      watch a small MPT learn to write: two to ten minutes on two CPU cores
 #                 (ARGS="--lr=1e-3" to change a setting; a finished run trains anew and is kept
 #                 with --resume=again)
 # make finetune   adapters teach that model to answer questions: one or two minutes; prints answers
 #                 before and after
 # make elastic    the same run on 1 rank, and moved 1 -> 2 -> 4 (--tp, --pp) -> 1 over clusters that
 #                 share only an object store; one is killed: five minutes, one picture
-# make test       the quick tests: six minutes on two CPU cores, after the set-up
-# make test-all   the slow tests, without the quick ones: half an hour
+# make test       the quick tests: six to twelve minutes on two CPU cores, after the set-up
+# make test-all   the slow tests, without the quick ones: half an hour to an hour
 # make soak       the long tests, without the others: one to two hours, by estimate
 # make bundle     a folder from which machines without internet are set up: for the workshop, or to
 #                 train with a config (ARGS=configs/mpt1b.py)

@@ -383,7 +383,7 @@ class TrainConfig:
     keep_every: int = 0  # also save every this many steps, and never delete those (0 = none)
     remote: str = ""  # also keep the run in a store: s3://bucket/path, gs://, az://, file:///folder
     # --- lifecycle: trackers, resuming, bad steps, hangs
-    track: str = ""  # send the metrics to tensorboard, wandb, mlflow, trackio; wandb,mlflow to two
+    track: str = ""  # send metrics to tensorboard, wandb, mlflow, trackio; to several: wandb,mlflow
     resume: str = "auto"  # auto (continue), again (anew if finished), never (refuse), a checkpoint
     skip_steps: str = ""  # skip these steps' batches: 120:140 is steps 120 to 139 in metrics.jsonl
     max_bad_steps: int = 10  # stop after this many steps in a row with non-finite loss or gradient

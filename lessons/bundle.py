@@ -29,7 +29,7 @@ import install
 import program
 from program import require
 from storage import downloads
-from text.prepare import prepare
+from text.prepare import of_mixture, prepare
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".*_cache")  # beside what git ignores
@@ -135,7 +135,9 @@ def copy_run(path: str, project: Path) -> None:
     """Copy what a config needs to train: itself, its tokens, and the model that it starts from."""
     model_cfg, cfg = config.load([path], config.MPTConfig, config.TrainConfig)
     copy_inside(Path(path), project)
-    copy_inside(prepare(cfg, os.cpu_count(), model_cfg.max_seq_len), project)
+    what = cfg, os.cpu_count(), model_cfg.max_seq_len
+    for folder in of_mixture(prepare, *what) if cfg.mix else [prepare(*what)]:
+        copy_inside(folder, project)
     if cfg.init_from:
         base = Path(cfg.init_from)
         copy_inside(base.parent.parent if base.parent.name == "checkpoints" else base, project)

@@ -8,8 +8,8 @@ A machine without the run folder, on another cluster, continues from there: the 
 checkpoint of disk and store wins.
 
 Training never waits for the store. Each rank copies its own files in a thread, and rank 0 publishes
-the checkpoint once the store has all of them. After a step the ranks agree that all have ended, as
-they agree on a save; then the newest checkpoint follows, and one that came in between is left out.
+the checkpoint once the store has all of them. After each step the ranks check whether all
+have finished copying. Then the newest checkpoint is next, and any saved in between are skipped.
 If the store is down the threads try again, and the run says so once. Only at its end the run waits,
 for a time that it announces.
 

@@ -12,7 +12,7 @@ the record keeps the name of the curve and the last step that was sent. Steps th
 after it went back to a checkpoint are not sent again; metrics.jsonl has the figures that count. A
 step is sent as a whole, with its evaluation: when a later one has begun or its checkpoint is there.
 
-Where the curves go, and with which key, the libraries ask as ever: WANDB_API_KEY, WANDB_PROJECT,
+The libraries' own variables say where the curves go: WANDB_API_KEY, WANDB_PROJECT,
 WANDB_MODE=offline; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME; TRACKIO_SPACE_ID. TensorBoard's
 files are in runs/demo/trackers/tensorboard.
 
@@ -433,7 +433,7 @@ def end_with(pipe: int, ended: threading.Event, feeder: Feeder) -> None:
 class Settings:
     """What is sent where."""
 
-    track: str = ""  # tensorboard, wandb, mlflow, trackio; wandb,mlflow to two
+    track: str = ""  # tensorboard, wandb, mlflow, trackio; several: wandb,mlflow
     follow: bool = False  # go on until standard input ends, or Ctrl-C; a run does so
 
     def check(self) -> None:

@@ -7,7 +7,8 @@ Most compute nodes have no internet. On some a connection fails at once, on othe
 and then libraries try for minutes. So the server is asked first, and has five seconds to answer.
 With HF_HUB_OFFLINE=1 nobody is asked: the libraries use the copies that they have.
 
-Without an answer both raise ConnectionError, an OSError. The callers say what to copy, and where.
+Without an answer both raise ConnectionError, an OSError. The caller's message says what to copy,
+and where.
 """
 
 import hashlib

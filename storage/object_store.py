@@ -9,8 +9,8 @@ Keys are relative to the address. An object is whole or absent, and a list shows
 But there is no rename: what consists of several objects is published by writing the last one.
 
 Bytes are checked in both directions. On the way up each request carries its SHA-256, and the
-store refuses what does not fit. On the way down nobody checks them but us: by our own crc32 or
-SHA-256, while they are written.
+store refuses what does not fit. Downloads are checked by us alone, by crc32 or SHA-256, while they
+are written.
 
 Every request is tried several times. What then fails is a StoreError of one line, by cause, which
 names neither the server nor a key. Credentials and endpoint come from the usual variables:
@@ -83,7 +83,7 @@ class StoreError(UserError):
 
 
 class DamagedObject(StoreError):
-    """An object whose content is not what its list says."""
+    """An object that does not have the size or hash in its checkpoint's list."""
 
 
 def open_store(url: str) -> "Store":
@@ -204,8 +204,8 @@ class Store:
     def create(self, key: str, content: bytes) -> bool:
         """Write an object unless there is one. Of many who try at once, one gets True.
 
-        content: no other's, since a lost answer is told by it. The client repeats a request, and
-        finds what the first one wrote.
+        content: unique to the caller. If an answer is lost, the client repeats its request, is
+        refused, and knows by the content that it had won.
         """
         if self.creates(key, content):
             return True

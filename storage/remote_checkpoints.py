@@ -3,9 +3,9 @@
     checkpoints/step-600.1a2b3c4d/__0_0.distcp ...   the files of step-600; 1a2b3c4d is a hash of
     checkpoints/step-600.1a2b3c4d/checksums.json     this file, which is written last: published
 
-By the hash, the half uploads of two runs never mix, a damaged list is noticed, and an upload that
-was interrupted goes on: a file that is there in its size needs not be sent again. A checkpoint is
-deleted in the other order, so what is half deleted is not published.
+Thanks to the hash, partial uploads of two runs never mix, a damaged list is noticed, and an upload
+that was interrupted goes on: a file that is there in full is not sent again. A checkpoint is
+deleted in the other order, so one that is half deleted does not count as published.
 
 This file knows nothing of ranks: lifecycle/remote.py says which of them copies which files.
 """

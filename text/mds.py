@@ -7,10 +7,10 @@
 
 Two columns are known: `text` (`str`), one document a sample, and `tokens`, which are ids already:
 `ndarray:int32` (or another integer), with or without a fixed length, or `bytes`. Other columns are
-skipped, so nothing of a stranger's is ever unpickled.
+skipped, so no pickle of a stranger is ever loaded.
 
 LLM Foundry joins documents, with end-of-text between them, and cuts the result into rows of
-max_seq_len ids. A row may end anywhere in a document. So rows are joined again as they are: with
+max_seq_len ids. A row may end anywhere in a document. So we join the rows again, unchanged: with
 the same --max_seq_len, the inputs of a window are one row. Where samples differ in length, each is
 a document, and gets an end-of-text unless it has one.
 

@@ -15,9 +15,10 @@ are fetched before they are needed, and a window of 4 kB costs 16 or 32 kB, not 
 Blocks stay until their place is needed: a data set that fits is fetched once, in the first epoch.
 The blocks of the evaluation are fetched first, and stay.
 
-A block that is not what its checksum says is fetched once more. Then the run ends with exit status
-75, and a line that names the shard. The cache is made anew by each start. The process that fetches
-deletes it when its rank has ended, and the next start on the node one whose owner was killed.
+A block whose checksum is wrong is fetched once more. If it is wrong again, the run ends with exit
+status 75, and a line that names the shard. The cache is made anew by each start. The process that
+fetches deletes it when its rank has ended. If that process was killed, too, the next run on the
+node deletes it.
 
 Run `python -m text.stream s3://bucket/tokens` to check all blocks of a data set in a store.
 """
