@@ -687,7 +687,7 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
         if changed & (of_a_run - SAME_RESULT):
             values.pop("expect", None)  # of the settings before
         for name, other in (("dataset", "mix"), ("mix", "dataset")):
-            if name in settings:
+            if settings.get(name):
                 values.pop(other, None)  # one replaces the other
         values |= settings
     return result + [filled(cls, values) for cls in classes]

@@ -58,7 +58,7 @@ def main(argv) -> None:
     check_settings(model_cfg, cfg, world)
     lease = Lease(cfg.run_dir)
     processes.rank_zero_decides(lease.take)
-    lease.mirror = open_mirror(cfg)  # --remote: what is newer there is here now
+    lease.mirror = open_mirror(model_cfg, cfg)  # --remote: what is newer there is here now
 
     # data
     folders = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
@@ -296,13 +296,15 @@ def resolve_auto(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.St
     return replace(cfg, microbatch_size=n_rows), precision, cadence
 
 
-def open_mirror(cfg: TrainConfig):
+def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):
     """The mirror of the run folder in a store; None without --remote. A collective."""
     if not cfg.remote:
         return None
     from lifecycle import remote  # here, since most runs do without
 
-    return remote.open_mirror(cfg)
+    mirror = remote.open_mirror(cfg)
+    check_init_from(model_cfg, cfg)
+    return mirror
 
 
 def collective_timeout(cfg: TrainConfig) -> timedelta:
@@ -324,6 +326,12 @@ def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
         from lifecycle import trackers  # here, since most runs do without
 
         processes.rank_zero_decides(partial(trackers.require_installed, cfg.track))
+    if not cfg.remote:  # else checkpoints that replace it may be there
+        check_init_from(model_cfg, cfg)
+
+
+def check_init_from(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
+    """UserError if --init_from is missing or another model's. A collective."""
     if cfg.init_from:
         from weights import load  # here, since most runs do without
 

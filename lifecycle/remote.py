@@ -160,17 +160,28 @@ def read_owner(content: bytes) -> dict | None:
         return None
 
 
-def token_of(cfg: TrainConfig) -> str:
-    """The token of a run folder for its remote: made once, another on another machine."""
-    path = Path(cfg.run_dir) / "remote.json"
+def identity(cfg: TrainConfig) -> dict:
+    """What a run folder is for its remote: remote.json.
+
+    token: of this folder on this machine, for the lease. run: of the run, on all machines.
+    """
     me = {"remote": cfg.remote, "host": platform.node(), "folder": os.path.realpath(cfg.run_dir)}
-    with contextlib.suppress(OSError, UserError):
-        before = files.read_json(path, dict, {"token": str})
-        if before | me == before:
-            return before["token"]
-    token = secrets.token_hex(16)
-    files.write_atomically(path, json.dumps(me | {"token": token}).encode())
-    return token
+    fresh = {"token": secrets.token_hex(16), "run": secrets.token_hex(16)}
+    try:
+        path = Path(cfg.run_dir) / "remote.json"
+        before = files.read_json(path, dict, {"remote": str, "token": str, "run": str})
+    except (OSError, UserError):
+        return me | fresh
+    if before["remote"] != cfg.remote:
+        return me | fresh
+    if before | me != before:  # a copy of the folder, on another machine
+        return me | fresh | {"run": before["run"]}
+    return before
+
+
+def write_identity(cfg: TrainConfig, mine: dict) -> None:
+    """Write remote.json."""
+    files.write_atomically(Path(cfg.run_dir) / "remote.json", json.dumps(mine).encode())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -195,12 +206,19 @@ class Mirror:
         self.closing = threading.Event()
         self.is_down = False  # and the run has said so
         self.record_lock = threading.Lock()
+        self.withdraw_lock = threading.Lock()
         self.record_copied = {}  # file -> its size and time when it was copied
 
     def take_lease(self) -> None:
         """Own the remote, on rank 0."""
-        self.lease = RemoteLease(self.store, token_of(self.cfg))
+        mine = identity(self.cfg)
+        self.lease = RemoteLease(self.store, mine["token"])
         self.lease.take()
+        self.store.create("run.json", json.dumps({"run": mine["run"]}).encode())
+        there = files.parse_json(self.store.get("run.json"), "run.json", dict, {"run": str})["run"]
+        another = f"{self.store.url} holds another run than {self.folder}: set another --remote"
+        require(there == mine["run"] or not latest(self.folder), another)
+        write_identity(self.cfg, mine | {"run": there})
 
     def release_lease(self) -> None:
         """Let another machine start without waiting."""
@@ -225,7 +243,7 @@ class Mirror:
     def record(self) -> None:
         """In a thread: copy the record every minute; less often if that takes long."""
         pause = 0
-        while not self.closing.wait(pause):
+        while not self.closing.wait(pause) and not self.lease.lost:
             begin = time.monotonic()
             with self.said_once():
                 self.copy_record()
@@ -275,6 +293,7 @@ class Mirror:
             if top in runlog.OWN_FILES and ".." not in name:
                 target = self.folder / name
                 target.parent.mkdir(exist_ok=True)
+                Path(f"{target}.part").unlink(missing_ok=True)  # of an earlier version
                 self.store.download(name, target, size)
 
     # --- checkpoints, from the store
@@ -354,6 +373,29 @@ class Mirror:
     def watch(self, checkpointer, first_step: int) -> None:
         """From now on copy what this checkpointer saves. first_step: where the run began."""
         self.checkpointer, self.first_step = checkpointer, first_step
+        if self.lease:
+            threading.Thread(target=self.keep_withdrawing, daemon=True).start()
+
+    def keep_withdrawing(self) -> None:
+        """In a thread: `withdraw_newer`, across the failures of the store."""
+        while self.first_step is not None and not self.closing.is_set():
+            with self.said_once():
+                self.withdraw_newer()
+                return
+            self.closing.wait(PAUSE)
+
+    def withdraw_newer(self) -> None:
+        """Unpublish the checkpoints after the step at which this run began, once."""
+        with self.withdraw_lock:
+            if self.first_step is not None:
+                self.require_lease()
+                remote_checkpoints.withdraw_newer(self.store, self.first_step)
+                self.first_step = None
+
+    def require_lease(self) -> None:
+        """Ask the store who owns it. UserError if that is another run."""
+        self.lease.beat()
+        self.check()
 
     def settled(self) -> bool:
         """Whether this rank copies nothing now."""
@@ -395,30 +437,32 @@ class Mirror:
         checksums = checkpoint_files.read_checksums(path)
         require(checksums, f"{path} is damaged")
         own = [name for name in checksums if rank_of(name, self.global_size) == self.global_rank]
-        if self.global_rank == 0 and self.first_step is not None:
-            remote_checkpoints.withdraw_newer(self.store, self.first_step)
-            self.first_step = None
+        if self.global_rank == 0:
+            self.withdraw_newer()
         remote_checkpoints.upload(self.store, path, own)
         if self.global_rank > 0:
             return
         self.wait_for_others(path)
         self.copy_record()  # so that it reaches as far as the checkpoint
-        self.lease.beat()
-        self.check()
+        self.require_lease()
         remote_checkpoints.publish(self.store, path)
         newest = Path(remote_checkpoints.folder_of(path)).name
         keep = self.cfg.keep_last, self.cfg.keep_every
         remote_checkpoints.prune(self.store, newest, *keep)
 
     def wait_for_others(self, path: Path) -> None:
-        """Until the store has all files of a checkpoint. StoreError if that takes long."""
+        """Until the store has all files of a checkpoint.
+
+        StoreError if that takes long, UserError if there is a newer checkpoint by then.
+        """
         end = time.monotonic() + OVERDUE
         while missing := remote_checkpoints.missing(self.store, path):
-            absent = f"{missing[0]} of {path} is not there yet: its rank does not reach the store"
-            if time.monotonic() > end:
-                raise StoreError(f"{self.store.url}: {absent}", passes=True)
-            if self.closing.wait(POLL):
-                raise StoreError(f"{self.store.url}: {absent}", passes=True)
+            absent = f"{missing[0]} of {path} is not in {self.store.url} yet"
+            is_overdue = time.monotonic() > end
+            # Its rank has perhaps given up. The next checkpoint must not wait for that.
+            require(not is_overdue or self.newest() == path, f"{absent}, and a newer one is here")
+            if is_overdue or self.closing.wait(POLL):
+                raise StoreError(f"{absent}: its rank does not reach the store", passes=True)
 
     # --- the end
 
@@ -434,9 +478,17 @@ class Mirror:
                 self.thread.join(max(0, end - time.monotonic()))
             if self.settled():
                 self.copy_newest()
-        if not self.settled() and self.global_rank == 0:
+        if self.global_rank > 0:  # a rank that ends may take rank 0 along, which publishes
+            with contextlib.suppress(UserError, OSError):
+                while time.monotonic() < end and not self.is_published():
+                    time.sleep(POLL)
+        elif not self.settled():
             problem = f"{self.copied.name} is not in {self.store.url} yet"
             program.print_error(f"{problem}: the same command copies the rest", "remote")
+
+    def is_published(self) -> bool:
+        """Whether the store has the checkpoint that was copied last as a whole."""
+        return not self.copied or remote_checkpoints.is_published(self.store, self.copied)
 
     def __exit__(self, kind=None, *error) -> None:
         """Wait for the last checkpoint after a normal end and a stop signal; free the remote."""

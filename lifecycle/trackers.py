@@ -188,6 +188,8 @@ class TensorBoard:
         folder = run / "trackers" / "tensorboard"
         folder.mkdir(exist_ok=True)
         number = len(list(folder.glob("events.*")))  # read in this order: clocks may differ
+        if not number:  # the run has come here without its files
+            record.step, record.has_settings = -1, False
         self.writer = RecordWriter(str(folder / f"events.out.tfevents.{number:06d}"))
         self.write(file_version="brain.Event:2")
         # Readers drop steps from here on that earlier files have, such as those of a process that
@@ -305,8 +307,7 @@ class Trackio:
         project = run.parent.name
         # Settings each time: without them it forgets those that it has.
         self.run = trackio.init(project, record.id, resume="allow", config=settings, embed=False)
-        if self.run._next_step > 0:
-            record.step = self.run._next_step - 1  # it knows what has arrived
+        record.step = self.run._next_step - 1  # it knows what has arrived
         self.where = f"trackio show --project {project}"
 
     def send(self, steps: list) -> None:

@@ -84,7 +84,14 @@ def missing(store: Store, path: Path) -> list[str]:
 
 def publish(store: Store, path: Path) -> None:
     """Make a checkpoint complete, all of whose other files are there."""
-    store.put(f"{folder_of(path)}/{LIST}", (path / LIST).read_bytes())
+    where = f"{folder_of(path)}/{LIST}"
+    store.put(where, (path / LIST).read_bytes())
+    store.delete(f"{where}.replaced")  # if it was withdrawn before
+
+
+def is_published(store: Store, path: Path) -> bool:
+    """Whether a local checkpoint is complete in the store."""
+    return LIST in store.sizes(folder_of(path))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,7 +189,7 @@ def prune(store: Store, newest: str, keep_last: int, keep_every: int) -> None:
     steps = set()  # of the complete ones so far, newest first
     for name, files_there in contents(store).items():
         step = step_of(name)
-        if f"{LIST}.replaced" in files_there:
+        if f"{LIST}.replaced" in files_there and LIST not in files_there:
             continue
         if LIST in files_there:
             steps.add(step)

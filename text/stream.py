@@ -282,7 +282,7 @@ def make_folder(folder: Path) -> int:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for old in folder.parent.glob(f"{PREFIX}*/"):
+        for old in folder.parent.glob(f"{PREFIX}*-{platform.node()}/"):
             with contextlib.suppress(OSError):  # it is another user's, or in use
                 os.close(locked(old))
                 remove(old)

@@ -151,12 +151,80 @@ def test_a_damaged_lease_has_no_owner(tmp_path, content, hurry):
     assert lease.generation == 8
 
 
-def test_the_token_belongs_to_a_folder_on_a_machine(tmp_path, monkeypatch):
-    cfg = fsdp_train.TrainConfig(run_dir=str(tmp_path), remote="file:///there")
-    token = remote.token_of(cfg)
-    assert remote.token_of(cfg) == token
+def test_a_folder_on_another_machine_is_the_same_run_with_another_token(tmp_path, monkeypatch):
+    cfg = TrainConfig(run_dir=str(tmp_path), remote="file:///there")
+    mine = remote.identity(cfg)
+    remote.write_identity(cfg, mine)
+    assert remote.identity(cfg) == mine
     monkeypatch.setattr(remote.platform, "node", lambda: "elsewhere")
-    assert remote.token_of(cfg) != token
+    copy = remote.identity(cfg)
+    assert copy["run"] == mine["run"] and copy["token"] != mine["token"]
+
+
+def mirror_of(folder, store) -> remote.Mirror:
+    """The mirror of a run folder on its first of two ranks, with a lease."""
+    folder.mkdir(exist_ok=True)
+    mirror = remote.Mirror(TrainConfig(run_dir=str(folder), remote=store.url), store, 0, 2)
+    mirror.take_lease()
+    return mirror
+
+
+def write_checkpoint(folder, step, content=b"x") -> Path:
+    """What counts as one in the store: files of two ranks, and their list."""
+    path = folder / f"checkpoints/step-{step}"
+    path.mkdir(parents=True)
+    names = ["__0_0.distcp", "__1_0.distcp", "meta.json", ".metadata"]
+    for name in names:
+        (path / name).write_bytes(content)
+    sums = {name: [len(content), object_store.zlib.crc32(content)] for name in names}
+    (path / "checksums.json").write_text(json.dumps(sums))
+    return path
+
+
+def published_by(store) -> list[int]:
+    return [each.step for each in remote_checkpoints.published(store)]
+
+
+def test_a_store_with_another_run_is_refused(tmp_path, hurry):
+    store = open_store(f"file://{tmp_path}/there")
+    mirror_of(tmp_path / "a", store).release_lease()
+    write_checkpoint(tmp_path / "b", 4)
+    message = refusal(lambda: mirror_of(tmp_path / "b", store))
+    assert "holds another run than" in message and "set another --remote" in message
+    mirror_of(tmp_path / "c", store)  # it has nothing of its own yet, and goes on with that run
+
+
+def test_who_has_lost_the_remote_unpublishes_nothing(tmp_path, hurry):
+    store = open_store(f"file://{tmp_path}/there")
+    first = mirror_of(tmp_path / "a", store)
+    first.first_step = 0
+    second = mirror_of(tmp_path / "b", store)
+    path = write_checkpoint(tmp_path / "b", 8)
+    remote_checkpoints.upload(store, path, remote_checkpoints.missing(store, path))
+    remote_checkpoints.publish(store, path)
+    assert "is now owned by" in refusal(first.withdraw_newer)
+    assert published_by(store) == [8]
+    second.first_step = 4
+    second.withdraw_newer()
+    assert published_by(store) == [] and second.first_step is None
+
+
+def test_a_checkpoint_that_a_rank_cannot_copy_gives_way_to_the_next(tmp_path, hurry, monkeypatch):
+    """Rank 1 is not there: first its checkpoint has time, then there is a newer one."""
+    monkeypatch.setattr(remote, "OVERDUE", 0.3)
+    store = open_store(f"file://{tmp_path}/there")
+    mirror = mirror_of(tmp_path / "a", store)
+    write_checkpoint(tmp_path / "a", 4)
+    mirror.copy_newest()
+    time.sleep(3 * remote.OVERDUE)
+    assert not mirror.settled()
+    newer = write_checkpoint(tmp_path / "a", 8, b"y")
+    wait_for(mirror.settled)
+    remote_checkpoints.upload(store, newer, ["__1_0.distcp"])
+    mirror.copy_newest()
+    wait_for(mirror.settled)
+    assert published_by(store) == [8]
+    assert remote_checkpoints.is_published(store, newer)
 
 
 # --------------------------------------------------------------------------------------------------
