@@ -64,8 +64,9 @@ def names_of(url) -> list[int]:
     found = remote_checkpoints.published(store)
     for each in found:
         for name, (size, crc) in each.checksums.items():
-            content = store.get(f"checkpoints/{each.name}/{name}")
-            assert [len(content), object_store.zlib.crc32(content)] == [size, crc]
+            # The proxy may damage what is read here, too.
+            reads = (store.get(f"checkpoints/{each.name}/{name}") for _ in range(5))
+            assert any([len(c), object_store.zlib.crc32(c)] == [size, crc] for c in reads)
     return [each.step for each in found]
 
 
