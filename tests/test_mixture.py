@@ -232,6 +232,9 @@ def test_of_dataset_and_mix_the_later_one_counts(tmp_path):
 
     assert chosen(one, *mix) == ("stdlib", [0.25, 0.75])
     assert chosen(one, two) == ("stdlib", [0.5, 0.5])
+    nothing = tmp_path / "none.py"
+    nothing.write_text("mix = []\n")
+    assert chosen(one, nothing) == ("allenai/c4:en", [])
     assert chosen(two, *mix) == ("stdlib", [0.25, 0.75])
     assert chosen(two, "--dataset=z.txt") == chosen(two, one, "--dataset=z.txt") == ("z.txt", [])
     assert "remove one of them" in refusal(load, ["--dataset=z.txt", *mix], TrainConfig)

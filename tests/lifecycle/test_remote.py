@@ -313,6 +313,18 @@ def test_the_machine_of_before_goes_on(ranks, in_folder):
 
 
 @pytest.mark.slow
+def test_weights_that_a_run_began_with_need_not_be_on_another_machine(ranks, in_folder, tmp_path):
+    in_folder.train(ranks(1), "--max_steps=4", folder=tmp_path)
+    first = [f"--init_from={tmp_path}/run", f"--remote=file://{tmp_path}/other"]
+    assert in_folder.train(ranks(1), *first, "--max_steps=4")[0] == 0
+    (tmp_path / "run").rename(tmp_path / "moved")
+    status, message, out = in_folder.train(ranks(1), *first, "--max_steps=8")
+    assert status == 0 and "downloading step-4" in out, message
+    message = in_folder.train(ranks(1), *first, f"--remote=file://{tmp_path}/new")[1]
+    assert "does not exist" in message
+
+
+@pytest.mark.slow
 def test_what_is_half_deleted_or_damaged_is_passed_over(ranks, in_folder):
     folder = in_folder.folder()
     for steps in (4, 8, 12):

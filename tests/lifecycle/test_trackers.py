@@ -9,6 +9,7 @@ import fcntl
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -198,6 +199,20 @@ def test_each_step_arrives_once_after_kills_and_restarts(run, name, read):
     assert sorted(item[:2] for item in found) == sorted(item[:2] for item in expected)
     values = {item[:2]: item[2] for item in found}
     assert all(values[item[:2]] == pytest.approx(item[2]) for item in expected)
+
+
+def test_on_another_machine_the_curve_is_whole(run):
+    """The record has come there with the run, TensorBoard's files have not."""
+    need("tensorboard")
+    write_rows(run, 5)
+    assert by_hand(run, "tensorboard")[0] == 0
+    shutil.rmtree(run / "trackers/tensorboard")
+    write_rows(run, 9)
+    (run / "checkpoints" / "step-9").mkdir(parents=True)
+    assert by_hand(run, "tensorboard")[0] == 0
+    found, settings = of_tensorboard(run)
+    assert [step for name, step, _ in found if name == "loss"] == [*range(1, 10)]
+    assert settings == 1
 
 
 def test_a_step_is_sent_with_its_evaluation(run):
