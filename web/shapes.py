@@ -251,6 +251,6 @@ def token_logprob(spelling: bytes, logprob: float, likeliest: list[tuple[bytes, 
 
 
 def as_json(spelling: bytes, logprob: float) -> dict:
-    """A token as text and bytes. JSON has no -inf: it becomes -9999, as in OpenAI's answers."""
+    """A token as text and bytes. JSON has no -inf, no NaN: -9999, as in OpenAI's answers."""
     text = spelling.decode("utf-8", "replace")
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(spelling)}
+    return {"token": text, "logprob": max(-9999.0, logprob), "bytes": list(spelling)}
