@@ -187,6 +187,7 @@ def named_checkpoint(cfg: TrainConfig) -> Path:
         is_later = newest and number(newest) > read_meta(chosen)["step"]
         problem = f"{cfg.run_dir} holds {newest}, which is later than {chosen}"
         fix = "set --resume=auto to go on from there, or another --run_dir"
+        fix += " and another --remote" * bool(cfg.remote)
         require(not is_later, f"{problem}: {fix}")
         return chosen
 
