@@ -184,14 +184,14 @@ def interpreted():
 
 @pytest.fixture(scope="module")
 def gpt2():
-    """GPT-2's tokenizer. From then on the process can load it by its name."""
+    """GPT-2's tokenizer. While the tests of a module run, it can be loaded by its name."""
     from text import tokenizer
 
     if not os.path.isfile(os.path.join(GPT2_FILES, VOCAB_BPE)):
         pytest.skip("set TIKTOKEN_CACHE_DIR to a folder that holds GPT-2's tokenizer files")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", GPT2_FILES)
-        return tokenizer.load("gpt2")
+        yield tokenizer.load("gpt2")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ ever for a request's head: a client that never sends one is cut off here.
 """
 
 import asyncio
+import errno
 import json
 import sys
 import threading
@@ -103,13 +104,24 @@ class Server(uvicorn.Server):
         self.service = service
         self.drain_seconds = drain_seconds
         self.ready = ready
+        self.is_full = False  # all files were open once, and a line has said so
 
     async def startup(self, sockets=None) -> None:
         """Start the engine's thread, whose events come to this loop with one call a step."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self.note_error)
         self.service.start(partial(loop.call_soon_threadsafe, self.service.hand_out))
         await super().startup(sockets)
         print(self.ready, flush=True)
+
+    def note_error(self, loop, context: dict) -> None:
+        """An error in the event loop. It has one for each client that waits for a free file."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif not self.is_full:
+            self.is_full = True
+            print("all files are open: raise ulimit -n for more clients", file=sys.stderr)
 
     def handle_exit(self, sig: int, frame) -> None:
         """Begin to drain. A second signal ends at once."""
