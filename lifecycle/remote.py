@@ -95,7 +95,7 @@ class RemoteLease:
 
     def take(self) -> None:
         """Create the next generation, or raise UserError naming the owner."""
-        newest, owner = self.newest()
+        newest, owner = before = self.newest()
         if owner and owner["token"] != self.token and not owner["released"]:
             seconds = 3 * leases.BEAT
             wait = f"waiting {seconds:g} s to see whether it is alive"
@@ -103,7 +103,7 @@ class RemoteLease:
             end = time.monotonic() + seconds  # no clocks of two machines are compared
             while time.monotonic() < end:
                 time.sleep(seconds / 10)
-                require(self.newest() == (newest, owner), self.refusal())
+                require(not was_renewed(before, self.newest()), self.refusal())
         self.generation = newest + 1
         won = self.store.create(self.key(self.generation), self.content())
         require(won, self.refusal())
@@ -149,6 +149,15 @@ class RemoteLease:
 
     def content(self) -> bytes:
         return json.dumps(self.me).encode()
+
+
+def was_renewed(before: tuple[int, dict | None], now: tuple[int, dict | None]) -> bool:
+    """Whether a lease was renewed or taken between two looks. A damaged one says nothing."""
+    (generation, owner), (newest, owner_now) = before, now
+    if newest != generation or not (owner and owner_now):
+        return newest > generation
+    is_same = owner_now["token"] == owner["token"]
+    return is_same and owner_now["beat"] > owner["beat"]
 
 
 def read_owner(content: bytes) -> dict | None:
