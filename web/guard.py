@@ -33,7 +33,8 @@ SPARE_FILES = 200  # open files beside those of requests
 MOST_BYTES = 4 * 2**20  # of a body
 BODY_SECONDS = 30
 READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
-OPEN_TO_ALL = ("/health",)  # without a key
+OPEN_TO_ALL = ("/health", "/")  # without a key
+OPEN_FOLDER = "/static/"  # the page's own files, which ask for the key
 WATCHING = ("/health", "/metrics")  # whatever the load, and not counted as open
 REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
 
@@ -143,7 +144,7 @@ class Guard:
         self.check_site(headers)
         if int(headers.get(b"content-length", 0)) > MOST_BYTES:
             raise too_large()
-        if scope["path"] in OPEN_TO_ALL:
+        if scope["path"] in OPEN_TO_ALL or scope["path"].startswith(OPEN_FOLDER):
             return None
         number = self.number_of_key(headers.get(b"authorization", b""))
         if self.n_open > self.most_open and scope["path"] not in WATCHING:
