@@ -7,16 +7,21 @@ export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NOTHING;
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 10_000) return Math.round(value).toLocaleString("en");
+  if (size >= 10_000) return whole(value);
   if (size < 1e-3) return value.toExponential(2).replace("e-", "e−");
-  return String(Number(value.toPrecision(4)));
+  return value.toLocaleString("en", { maximumSignificantDigits: 4 });
 }
 
 // A whole number with its thousands apart.
 export function whole(value) {
   if (value === null || value === undefined) return NOTHING;
-  return Math.round(value).toLocaleString("en");
+  return (Math.round(value) || 0).toLocaleString("en"); // never -0
 }
+
+// 6.65B, 130M
+export const compact = (value) => value.toLocaleString("en", {
+  notation: "compact", maximumSignificantDigits: 3,
+});
 
 export function percent(share) {
   return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(1)} %`;

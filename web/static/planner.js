@@ -2,7 +2,7 @@
 
 import { getJSON, post } from "./api.js";
 import { byId, el, fillSelect, say } from "./dom.js";
-import { NOTHING, number, percent, whole } from "./format.js";
+import { NOTHING, compact, number, percent, whole } from "./format.js";
 
 const FIELDS = ["model", "device", "devices", "seq_len", "global_batch_size", "tokens", "price"];
 const WORDS = ["model", "device"]; // all other fields are numbers
@@ -100,8 +100,8 @@ function tables({ rows, text }) {
 
 function summary(row) {
   const parts = [`${whole(row.devices)} × ${row.device}`];
-  if (row.n_params) parts.unshift(`${whole(row.n_params)} parameters`);
-  if (row.tokens) parts.push(`${whole(row.tokens)} tokens`);
+  if (row.n_params) parts.unshift(`${compact(row.n_params)} parameters`);
+  if (row.tokens) parts.push(`${compact(row.tokens)} tokens`);
   if (row.max_steps) parts.push(`${whole(row.max_steps)} steps`);
   return parts.join(", ");
 }

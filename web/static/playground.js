@@ -55,7 +55,7 @@ async function loadModels() {
   const { data } = await getJSON("/v1/models");
   const pairs = data.map(({ id, parent }) => [id, parent ? `${id} (adapter)` : id]);
   fillSelect(byId("model-a"), pairs);
-  fillSelect(byId("model-b"), [["", "no other model"], ...pairs]);
+  fillSelect(byId("model-b"), [["", "nothing"], ...pairs]);
   for (const [id, name] of Object.entries(wanted)) {
     if (!data.some((model) => model.id === name)) continue;
     byId(id).value = name;

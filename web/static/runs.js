@@ -3,7 +3,7 @@
 import { Poll, call, getJSON, quoted } from "./api.js";
 import { Chart, colorOf } from "./chart.js";
 import { byId, download, el, say, table } from "./dom.js";
-import { NOTHING, ago, number, plural, whole } from "./format.js";
+import { NOTHING, ago, compact, number, plural, whole } from "./format.js";
 
 const LIST_MS = 2000;
 const LIVE_MS = 1000;
@@ -11,9 +11,9 @@ const POINTS = 600; // of a curve, from the server
 const HEADS = [
   ["name", "Run"],
   ["state", "State"],
-  ["step", "Step"],
   ["loss", "Loss"],
-  ["val_loss", "Validation"],
+  ["val_loss", "Val. loss"],
+  ["step", "Step"],
   ["updated", "Written"],
 ];
 
@@ -85,21 +85,19 @@ function newRow(name) {
     onchange: () => (box.checked ? choose(name) : drop(name)),
   });
   box.checked = chosen.has(name);
-  const swatch = el("span", { class: "swatch" });
-  const pick = el("label", { class: "pick" }, box, swatch);
   const cells = HEADS.map(([by]) => el("td", { class: by === "name" ? "name" : by }));
-  const node = el("tr", {}, el("td", {}, pick), ...cells);
+  const node = el("tr", {}, el("td", {}, box), ...cells);
   cells[0].onclick = () => box.click();
-  const row = { node, cells, box, swatch, run: { name } };
+  const row = { node, cells, box, run: { name } };
   rows.set(name, row);
   return row;
 }
 
 function fillRow({ node, cells, run }) {
-  const steps = run.max_steps ? `${whole(run.step)} / ${whole(run.max_steps)}` : whole(run.step);
-  const texts = [
-    run.name, run.state, steps, number(run.loss), number(run.val_loss), ago(run.updated),
-  ];
+  const isWhole = !run.max_steps || run.step === run.max_steps;
+  const steps = isWhole ? whole(run.step) : `${whole(run.step)} of ${compact(run.max_steps)}`;
+  const losses = [number(run.loss), number(run.val_loss)];
+  const texts = [run.name, run.state, ...losses, steps, ago(run.updated)];
   texts.forEach((text, i) => say(cells[i], text));
   node.dataset.state = run.state;
   node.title = run.problem ?? "";
@@ -164,13 +162,13 @@ function drop(name) {
   draw();
 }
 
-// Tick its box, color its swatch, and write the choice into the address.
+// Tick its box in its color, and write the choice into the address.
 function markChosen(name) {
   const row = rows.get(name);
   const one = chosen.get(name);
   if (row) {
     row.box.checked = Boolean(one);
-    row.swatch.className = one ? `swatch ${colorOf(one)}` : "swatch";
+    row.box.className = one ? colorOf(one) : "";
   }
   byId("run-hint").hidden = chosen.size > 0;
   const query = new URLSearchParams([...chosen.keys()].map((key) => ["run", key]));
