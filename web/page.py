@@ -52,3 +52,11 @@ def add_page(app: FastAPI, about: dict) -> None:
     async def about_this_server():
         """Which of its parts this server has: a model, jobs, runs; whether it is made for chat."""
         return about
+
+
+# --------------------------------------------------------------------------------------------------
+# The planner
+
+
+def add_planner(app: FastAPI) -> None:
+    """The endpoints of the planner's form."""
