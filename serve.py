@@ -98,6 +98,8 @@ def main(argv) -> None:
     (run,), cfg = config.load(argv, ServeSettings, takes="RUN")
     for name in ("fastapi", "uvicorn", "llguidance"):
         require(importlib.util.find_spec(name), f"serve.py needs the package {name}: {EXTRA}")
+    has_forms = not cfg.jobs or importlib.util.find_spec("python_multipart")
+    require(has_forms, f"--jobs needs the package python-multipart: {EXTRA}")
     from web import app, guard
     from web.server import Server
 

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
-from fastapi.responses import FileResponse
+from fastapi.responses import StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -251,15 +251,15 @@ def add_files(app: FastAPI, service) -> None:
         """What is known about a file."""
         return file_object(place(folder, file_id, "file"))
 
-    @app.get("/v1/files/{file_id}/content", response_class=FileResponse)
+    @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
     def content(file_id: str):
         """The file as it was uploaded."""
-        path = place(folder, file_id, "file") / "data.jsonl"
-        if not path.is_file():
-            raise ApiError(404, f"the content of {file_id} is gone", code="not_found")
-        return FileResponse(
-            path, media_type="application/jsonl", headers={"X-Content-Type-Options": "nosniff"}
-        )
+        try:
+            file = files.open_regular(place(folder, file_id, "file") / "data.jsonl")
+        except (UserError, OSError) as error:
+            raise ApiError(404, f"the content of {file_id} is gone", code="not_found") from error
+        headers = {"X-Content-Type-Options": "nosniff"}
+        return StreamingResponse(blocks(file), media_type="application/jsonl", headers=headers)
 
     @app.delete("/v1/files/{file_id}")
     def delete(file_id: str):
@@ -270,6 +270,13 @@ def add_files(app: FastAPI, service) -> None:
             path.rename(temporary)
             shutil.rmtree(temporary, ignore_errors=True)
         return {"id": file_id, "object": "file", "deleted": True}
+
+
+def blocks(file):
+    """The content of a file in pieces. One that is deleted meanwhile is read to its end."""
+    with file:
+        while block := file.read(2**18):
+            yield block
 
 
 async def form_of(http: HttpRequest, stack: contextlib.AsyncExitStack):

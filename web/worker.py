@@ -75,12 +75,12 @@ class Local:
     def start(self, job: Job, lock: int) -> None:
         """Start the training of a job. lock: the open file of its lock, which the ranks inherit."""
         command = [sys.executable, str(ROOT / "fsdp_train.py"), str(job.settings)]
-        port = processes.free_port()
+        port = processes.free_port() if self.nproc > 1 else 0
         threads = max(1, (os.cpu_count() or 1) // self.nproc)
         self.ends.pop(job.id, None)
         self.ranks[job.id] = []
         for rank in range(self.nproc):
-            variables = processes.torchrun_variables(rank, self.nproc, port)
+            variables = processes.torchrun_variables(rank, self.nproc, port) if port else {}
             environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **variables}
             with job.log.open("ab") as log:
                 process = subprocess.Popen(
@@ -160,14 +160,16 @@ LONGEST_ROW = 2048  # tokens
 BATCH_ROWS = 8
 AUTO_STEPS = 100  # that `auto` epochs should give, within AUTO_EPOCHS
 AUTO_EPOCHS = (2, 10)
+MOST_STEPS = 100_000
 EVAL_TOKENS = 200_000
 SAVE_MINUTES = 10.0
 
 
-def write_settings(job: Job, nproc: int) -> None:
+def write_settings(job: Job, nproc: int) -> str:
     """Bring a job's lines into shape, encode them, and write the settings of its training.
 
-    UserError or OSError if its data or its base cannot be used.
+    Returns what they come to, in words. UserError or OSError if its data or its base cannot be
+    used.
     """
     asked = job.asked
     data = job.folder / "data.jsonl"
@@ -191,12 +193,26 @@ def write_settings(job: Job, nproc: int) -> None:
     model_cfg = config.from_dict(MPTConfig, values)
     values["lora_rank"] = min(LORA_RANK, max(1, model_cfg.d_model // 4))
     folder = prepare(config.from_dict(TrainConfig, values), max_seq_len=model_cfg.max_seq_len)
-    headers = [Shard(path).header for path in shard_files(folder, "train")]
-    values |= batch_settings(asked["hyperparameters"], headers, model_cfg, nproc)
+    train, val = (
+        [Shard(path).header for path in shard_files(folder, split)] for split in ("train", "val")
+    )
+    values |= batch_settings(asked["hyperparameters"], train, model_cfg, nproc)
     config.from_dict(TrainConfig, values)  # UserError for what cannot be
     lines = [f"# {job.id}: start it by hand with python fsdp_train.py {job.settings}\n"]
     lines += [f"{name} = {value!r}\n" for name, value in values.items()]
     files.write_atomically(job.settings, "".join(lines).encode())
+    counts = {name: total(train, name) + total(val, name) for name in ("cut", "dropped")}
+    return (
+        f"{total(train, 'documents')} examples to learn, {total(val, 'documents')} held out; "
+        f"{values['max_steps']} steps of {values['global_batch_size']} rows of "
+        f"{model_cfg.max_seq_len} tokens; {counts['cut']} examples are longer and were cut, "
+        f"{counts['dropped']} have nothing to learn within a row"
+    )
+
+
+def total(headers: list[dict], name: str) -> int:
+    """A count of shards, added up."""
+    return sum(header[name] for header in headers)
 
 
 def model_settings(base: Path) -> dict:
@@ -224,7 +240,7 @@ def batch_settings(asked: dict, headers: list[dict], cfg: MPTConfig, nproc: int)
 
     asked: hyperparameters, each a number or "auto". headers: of the shards for training.
     """
-    n_examples = sum(header["documents"] for header in headers)
+    n_examples = total(headers, "documents")
     n_rows = sum(header["tokens"] // header["max_seq_len"] for header in headers)
     batch = asked["batch_size"]
     rows = batch * n_rows / n_examples if batch != "auto" else min(BATCH_ROWS, n_rows / 10)
@@ -235,6 +251,8 @@ def batch_settings(asked: dict, headers: list[dict], cfg: MPTConfig, nproc: int)
         fewest, most = AUTO_EPOCHS
         epochs = min(most, max(fewest, math.ceil(AUTO_STEPS / steps_of_epoch)))
     steps = max(1, math.ceil(epochs * steps_of_epoch))
+    fix = "set a larger batch_size, or lower n_epochs"
+    require(steps <= MOST_STEPS, f"{steps:,} steps are more than {MOST_STEPS:,}: {fix}")
     multiplier = asked["learning_rate_multiplier"]
     lr = LR * min(1, math.sqrt(LR_WIDTH / cfg.d_model))
     return {
@@ -279,8 +297,8 @@ def lines_of(job: Job, file_id: str):
     path = files.member(job.folder.parent.parent / "files", file_id, "job.json") / "data.jsonl"
     require(path.exists(), f"the file {file_id} was deleted: upload it again")
     for line in corpus.raw_lines(str(path)):
-        if line.strip():
-            yield line.strip() + b"\n"
+        if line.decode(errors="replace").strip():
+            yield line.rstrip(b"\r\n") + b"\n"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -349,6 +367,7 @@ class Worker:
             self.paused[job.id] = time.monotonic() + PAUSE_SECONDS
             program.print_error(f"{job.id}: {error}")
             if not job.folder.exists():
+                self.launcher.cancel(job)
                 self.release(job)
 
     def claim(self, job: Job) -> bool:
@@ -401,6 +420,10 @@ class Worker:
                 self.go_on(job, state, outcome)
         except UserError as error:
             self.fail(job, str(error))
+        except OSError:
+            raise
+        except Exception as error:  # whatever it is, it concerns this job alone
+            self.fail(job, f"{type(error).__name__}: {program.one_line(error)}")
 
     def is_late(self, state: dict) -> bool:
         """Has a job taken too long?"""
@@ -410,9 +433,9 @@ class Worker:
         """Prepare a job if that is not done, and start its training."""
         if not job.settings.exists():
             job.write_state(status="validating_files")
-            job.add_event("Preparing the data")
+            job.add_event("The data are being prepared")
             try:
-                write_settings(job, self.cfg.nproc)
+                job.add_event(write_settings(job, self.cfg.nproc))
             except OSError as error:
                 (job.folder / "data.jsonl").unlink(missing_ok=True)  # room, if the disk is full
                 return self.fail(job, program.one_line(error))
