@@ -9,12 +9,9 @@ const ENDED = ["succeeded", "failed", "cancelled"];
 const LONGEST_LINE = 160; // characters that are shown of a wrong line
 
 const jobs = new Map(); // id -> {job, node, ...}: see `newJob`
-let base = ""; // the model that jobs begin from, unless another is chosen
-
 const poll = new Poll(1000, load);
 
-export function start(about) {
-  base = about.model ?? "";
+export function start() {
   byId("upload").onchange = upload;
   byId("new-job").onsubmit = (event) => {
     event.preventDefault();
@@ -165,8 +162,8 @@ function fillJob(one) {
   one.progress.hidden = isOver;
   const { n_epochs: epochs, learning_rate_multiplier: times } = job.hyperparameters ?? {};
   const facts = [job.id, `from ${job.model}`];
-  if (epochs) facts.push(`epochs: ${epochs}`);
-  if (times) facts.push(`learning rate × ${times}`);
+  if (epochs > 0) facts.push(`epochs: ${epochs}`); // not "auto"
+  if (times > 0) facts.push(`learning rate × ${times}`);
   if (job.trained_tokens) facts.push(`${whole(job.trained_tokens)} tokens trained`);
   say(one.facts, facts.join(" · "));
 }
@@ -194,22 +191,22 @@ async function cancel(one) {
 
 // The new model in the playground, beside the one that it was made from.
 function tryIt({ job }) {
-  const query = new URLSearchParams({ model: job.fine_tuned_model, beside: job.model || base });
-  location.hash = `#playground?${query}`;
+  const names = { model: job.fine_tuned_model, beside: job.model };
+  location.hash = `#playground?${new URLSearchParams({ ...names, kind: "chat" })}`;
 }
 
 // --- Events
 
 async function loadEvents(one) {
   const isLast = ENDED.includes(one.job.status); // then no event comes after these
-  const path = `/v1/fine_tuning/jobs/${encodeURIComponent(one.job.id)}/events?limit=100`;
+  const path = `/v1/fine_tuning/jobs/${encodeURIComponent(one.job.id)}/events?limit=1000`;
   const fresh = [];
   let after = "";
   for (;;) { // newest first
     const page = await getJSON(path + after);
     const unknown = page.data.filter(({ id }) => !one.events.has(id));
     fresh.push(...unknown);
-    if (!page.has_more || unknown.length < page.data.length) break;
+    if (!page.has_more || !unknown.length) break;
     after = `&after=${encodeURIComponent(page.data.at(-1).id)}`;
   }
   for (const event of fresh.reverse()) {

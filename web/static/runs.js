@@ -7,7 +7,7 @@ import { NOTHING, ago, compact, number, plural, whole } from "./format.js";
 
 const LIST_MS = 2000;
 const LIVE_MS = 1000;
-const POINTS = 600; // of a curve, from the server
+const POINTS = 400; // of a curve, from the server: more than a screen can show
 const HEADS = [
   ["name", "Run"],
   ["state", "State"],
@@ -226,13 +226,15 @@ function reloadCurves() {
   draw();
 }
 
-// Ask for the newest steps of the runs that are written at the moment.
+// Ask for more steps of the runs that are written at the moment, or were not read to their end.
 async function followCurves() {
-  const running = [...chosen.values()].filter(({ name, curve }) => (
-    curve && rows.get(name)?.run.state === "running"
-  ));
-  await Promise.all(running.map(follow));
-  if (running.length) draw();
+  const growing = [...chosen.values()].filter(({ name, curve }) => {
+    const run = rows.get(name)?.run;
+    if (!curve || !run) return false;
+    return run.state === "running" || (run.state !== "damaged" && curve.last < run.step);
+  });
+  await Promise.all(growing.map(follow));
+  if (growing.length) draw();
 }
 
 async function follow(one) {
@@ -247,6 +249,7 @@ async function follow(one) {
   const known = new Set(before.restarts.map(({ x, label }) => `${x} ${label}`));
   before.restarts.push(...more.restarts.filter(({ x, label }) => !known.has(`${x} ${label}`)));
   before.last = more.last;
+  one.problem = more.problem;
   sayState(one);
 }
 
