@@ -9,7 +9,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from program import UserError
 from serving.catalog import Model
-from web import page, runs, shapes
+from text.chat import CHATML
+from web import files, jobs, page, runs, shapes
 from web.completions import Service, respond
 from web.guard import MOST_BYTES, Guard, too_large
 from web.metrics import Metrics
@@ -60,15 +61,21 @@ def build(
         max_body_size=MOST_BYTES,
     )
     add_errors(app)
-    if isinstance(service, Service):
+    upload_bytes = 0
+    if isinstance(service, Viewer):
+        add_refusals(app)
+    else:
         add_models(app, service)
         add_generation(app, service)
-    else:
-        add_refusals(app)
+        if service.finetuning:
+            files.add_files(app, service)
+            jobs.add_jobs(app, service)
+            upload_bytes = service.finetuning.upload_bytes
     if folders:
         runs.add_runs(app, folders)
     page.add_planner(app)
-    guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics)
+    page.add_page(app, parts_of(service, folders))
+    guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics, upload_bytes)
 
     @app.get("/health")
     async def health():
@@ -83,6 +90,16 @@ def build(
         return service.metrics.text(service.statistics(), guard.n_open)
 
     return guard
+
+
+def parts_of(service: Service | Viewer, folders: dict | None) -> dict:
+    """Which of its parts the page can use. chat: the model came with a chat template."""
+    parts = {"model": None, "jobs": False, "runs": bool(folders), "chat": False}
+    if isinstance(service, Viewer):
+        return parts
+    has_template = service.template.source != CHATML
+    own = {"model": service.catalog.base, "jobs": bool(service.finetuning), "chat": has_template}
+    return parts | own
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
@@ -182,7 +199,7 @@ def add_errors(app: FastAPI) -> None:
             405: f"{request.url.path[:100]} does not take {request.method}",
         }
         if error.status_code == 413:
-            return answer(too_large())
+            return answer(too_large(request.scope["state"]["most_bytes"]))
         message = reasons.get(error.status_code, str(error.detail))
         return answer(ApiError(error.status_code, message))
 
@@ -196,16 +213,16 @@ def answer(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, headers=error.headers)
 
 
-def is_type(part: str) -> bool:
-    """Whether a part of pydantic's place is one of several types that a field may have."""
-    return part in ("str", "int") or "[" in part or "-" in part
+def is_place(part: str) -> bool:
+    """Whether a part of pydantic's place is no name: where it was, or a type it might have had."""
+    return part in ("body", "query", "str", "int", "float") or "[" in part or "-" in part
 
 
 def refusal(fault: dict) -> ApiError:
     """The answer to a body that is no request, from the first thing that pydantic found."""
     if fault["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {fault['ctx']['error']}")
-    place = [str(part) for part in fault["loc"] if part != "body" and not is_type(str(part))]
+    place = [str(part) for part in fault["loc"] if not is_place(str(part))]
     if not place:
         wrong = "the body is not a JSON object: send the header Content-Type: application/json"
         return ApiError(400, wrong)
