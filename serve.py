@@ -117,8 +117,8 @@ def main(argv) -> None:
 
     service = service_of(cfg, run, most_open) if run else app.Viewer(cfg.max_seconds)
     hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
-    folders = {"": cfg.runs, "jobs": cfg.jobs and f"{cfg.jobs}/models"}
-    folders = {prefix: folder for prefix, folder in folders.items() if folder}
+    folders = {"": cfg.runs} if cfg.runs else {}
+    folders |= {"jobs": f"{cfg.jobs}/models"} if cfg.jobs else {}
     application = app.build(service, keys, hosts, most_open, folders)
     with listening(cfg.host, cfg.port) as waiting:
         ready = example(waiting, service.catalog.base if run else "", keys)

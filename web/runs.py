@@ -32,7 +32,7 @@ from typing import Annotated
 
 import numpy as np
 from fastapi import FastAPI, Query
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 
 import config
 from config import MPTConfig, TrainConfig
@@ -40,6 +40,7 @@ from lifecycle import lease, plot, runlog
 from program import UserError, require
 from storage import files
 from web.shapes import ApiError
+from weights import card
 
 DEPTH = 3  # of folders below a root
 MARKS = ("metrics.jsonl", "launches.jsonl", "lease.json", "checkpoints")  # of a run folder
@@ -49,7 +50,6 @@ CHUNK = 2**20  # bytes that are read at once
 READ_SECONDS = 2.0  # for one answer; a curve that takes longer comes in parts
 MOST_ROWS = 4_000_000  # in memory, of all runs together, unless a single run has more
 MOST_POINTS = 5000
-SMALL = 2**24  # bytes of any other file that is read here
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 
 
@@ -76,6 +76,17 @@ def add_runs(app: FastAPI, folders: dict[str, Path | str]) -> None:
     def about(name: str):
         """The settings of a run, its launches, its evaluation."""
         return as_json(runs.about(name))
+
+    @app.get("/api/runs/{name:path}/card")
+    def model_card(name: str):
+        """The model card, one HTML file."""
+        file = re.sub(r"[^A-Za-z0-9._-]", "-", name)[-100:]
+        headers = {
+            "Content-Disposition": f'attachment; filename="{file}-card.html"',
+            "Content-Security-Policy": card.POLICY,
+            "X-Content-Type-Options": "nosniff",
+        }
+        return HTMLResponse(runs.card(name).encode(errors="replace"), headers=headers)
 
     @app.get("/api/evaluations")
     def evaluations():
@@ -163,19 +174,20 @@ class Runs:
         return folder
 
     def curve(self, name: str, column: str, points: int, after: int) -> dict:
-        """A column of a run: see the contract in web/README.md. ApiError if there is none."""
+        """A column of a run: x, low, mean, high and more. ApiError if there is none."""
         if column not in CURVES:
             raise ApiError(400, f"column is {column[:40]!r}: set one of {CURVES}", param="column")
         folder = self.folder(name)
         with self.curve_lock:
             columns = self.read(folder)
             last = columns.steps[-1] if columns.steps else 0
+            restarts = card.restarts_of(folder, last)
             return {
                 "column": column,
                 "last": last,
                 **columns.curve(column, points, after),
                 "val": columns.validation(points, after) if column == "loss" else NO_POINTS,
-                "restarts": restarts_of(folder, last),
+                "restarts": [{"x": at, "label": label} for at, label in restarts],
                 "problem": columns.problem,
             }
 
@@ -198,13 +210,24 @@ class Runs:
         with noted(problems):
             settings = settings_of(folder)
         with noted(problems):
-            launches = launches_of(folder)
+            launches = card.launches_of(folder)
         with self.list_lock:
             line = self.line(name, folder)
             evaluation = self.summaries[folder].evaluation()
         problem = line["problem"] or "; ".join(problems) or None
         about = {"name": name, "settings": settings, "launches": launches}
         return about | {"evaluation": evaluation, "problem": problem}
+
+    def card(self, name: str) -> str:
+        """The model card of a run. ApiError if it has no settings."""
+        folder = self.folder(name)
+        scores = self.about(name)["evaluation"]
+        with self.curve_lock:
+            record = self.read(folder).record(scores)
+        try:
+            return card.page(folder, name, record)
+        except (UserError, OSError) as error:
+            raise ApiError(404, f"the run {name[:100]!r} has no card: {words_of(error)}") from error
 
     def evaluations(self) -> dict:
         """The scores of all runs that have any, and the names of the tasks."""
@@ -300,36 +323,9 @@ def opened(path: Path):
     return files.open_regular(path)
 
 
-def content_of(path: Path) -> bytes:
-    """What is in a small file of a run. UserError if it is a link or large, OSError."""
-    with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        require(size <= SMALL, f"{path.name} has {size:,} bytes: at most {SMALL:,} are read")
-        return file.read()
-
-
 def settings_of(folder: Path) -> dict:
     """config.json of a run. UserError if it is damaged, OSError if it is not there."""
-    content = content_of(folder / "config.json")
-    return config.renamed(files.parse_json(content, "config.json"))
-
-
-def launches_of(folder: Path) -> list[dict]:
-    """The rows of launches.jsonl. UserError or OSError if it cannot be read."""
-    path = folder / "launches.jsonl"
-    if not os.path.lexists(path):
-        return []
-    content_of(path)  # no link, and not large
-    return runlog.read_launches(folder)
-
-
-def restarts_of(folder: Path, last: int) -> list[dict]:
-    """Where a run was resumed, as far as the file of launches can be read."""
-    with contextlib.suppress(UserError, OSError):
-        launches_of(folder)
-        labels = plot.restart_labels(str(folder)).items()
-        return [{"x": step, "label": label} for step, label in labels if 0 < step < last]
-    return []
+    return config.renamed(files.parse_json(card.content_of(folder / "config.json"), "config.json"))
 
 
 def is_held(folder: Path) -> bool:
@@ -339,7 +335,7 @@ def is_held(folder: Path) -> bool:
     """
     path = folder / "lease.json"
     try:
-        if path.is_symlink() or os.lstat(path).st_size > SMALL:
+        if path.is_symlink() or os.lstat(path).st_size > TAIL_BYTES:
             return False
         owner = lease.read_lease(path)
         age = time.time() - os.lstat(path).st_mtime
@@ -421,6 +417,7 @@ class Summary:
         self.rows = {}
         with opened(self.folder / "metrics.jsonl") as file:
             size = os.fstat(file.fileno()).st_size
+            first, _ = parsed(file.readline(TAIL_BYTES))
             lines = last_lines(file, size, TAIL_BYTES)
             self.rows = {key: last_row(lines, key) for key in ("loss", "val_loss", "icl")}
             wanted = [key for key, name in EVALUATED.items() if self.settings.get(name)]
@@ -429,6 +426,7 @@ class Summary:
                 lines = last_lines(file, size, MORE_BYTES)
                 self.rows |= {key: last_row(lines, key) for key in lacks}
         has_row = any(self.rows.values())
+        self.rows["first"] = first
         self.rows = {key: row for key, row in self.rows.items() if row}
         require(has_row or not lines.strip(), "metrics.jsonl is damaged (no row can be read)")
 
@@ -464,25 +462,26 @@ class Summary:
         return 0.0
 
     def evaluation(self) -> dict:
-        """The scores of the run: those of its last evaluation, then those of files of results."""
-        scores = scores_of(self.rows.get("icl", {}).get("icl", {}))
-        for name in sorted(names_in(self.folder) or ()):
-            if name.endswith(".json") and name not in NO_RESULTS:
-                self.update(name, partial(self.read_results, name))
-                scores |= self.results[name]
+        """The scores of the run: those of its last evaluation, then those of files of results.
+
+        Of adapters also the validation loss, whose baseline is that of their base: before step 1.
+        """
+        scores = card.scores_of(self.rows.get("icl", {}).get("icl", {}))
+        before, after = (self.rows.get(key, {}).get("val_loss") for key in ("first", "val_loss"))
+        if self.settings.get("lora_rank") and card.is_finite(before) and card.is_finite(after):
+            figures = {"score": after, "baseline": before, "n": None, "stderr": None}
+            scores["held-out loss"] = {**figures, "measure": "nats per token"}
+        for name in filter(card.is_result, sorted(names_in(self.folder) or ())):
+            self.update(name, partial(self.read_results, name))
+            scores |= self.results[name]
         return scores
 
     def read_results(self, name: str) -> None:
         """Read a file that `python -m evaluation --out` has written. Others have no scores."""
-        self.results[name] = {}
-        with contextlib.suppress(UserError, OSError):
-            content = content_of(self.folder / name)
-            tasks = files.parse_json(content, name, dict, {"tasks": dict}).get("tasks", {})
-            self.results[name] = scores_of(tasks)
+        self.results[name] = card.results_of(self.folder / name)
 
 
 EVALUATED = {"val_loss": "eval_interval", "icl": "icl_interval"}  # kind of row -> its setting
-NO_RESULTS = {"config.json", "lease.json", "tokenizer.json", "microbatch.json"}
 
 
 def names_in(folder: Path) -> set[str] | None:
@@ -536,38 +535,6 @@ def parsed(line: bytes) -> tuple[dict, str]:
         return {}, str(error)
     fault = files.missing(row, {"step": int}) or runlog.fault(row)
     return ({}, f"a line is damaged ({fault})") if fault else (row, "")
-
-
-def scores_of(tasks: dict) -> dict:
-    """{task: score, baseline, n and more} of the figures that evaluation/figures.py makes.
-
-    The score is the accuracy by LLM Foundry's rule, else `acc`, else nats per token, of which less
-    is better. The baseline is the better one of chance and the most frequent answer.
-    """
-    scores = {}
-    for task, figures in tasks.items():
-        if not isinstance(figures, dict):
-            continue
-        for key, measure in MEASURES.items():
-            if is_finite(figures.get(key)):
-                guesses = [figures.get(name) for name in ("chance", "majority")]
-                scores[task] = {
-                    "score": figures[key],
-                    "baseline": max(filter(is_finite, guesses), default=None),
-                    "n": figures.get("n") if files.has_type(figures.get("n"), int) else None,
-                    "stderr": figures.get(f"{key}_stderr"),
-                    "measure": measure,
-                }
-                break
-    return scores
-
-
-MEASURES = {"foundry": "accuracy", "acc": "accuracy", "nats_per_token": "nats per token"}
-
-
-def is_finite(value) -> bool:
-    """Is a value of JSON a finite number?"""
-    return files.has_type(value, float) and math.isfinite(value)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -679,6 +646,24 @@ class Columns:
         names = ("x", "low", "mean", "high")
         found = plot.envelope(steps, self.values[column], points, after)
         return dict(zip(names, found, strict=True))
+
+    def record(self, scores: dict) -> card.Record:
+        """What a card needs."""
+        loss, val = self.curve("loss", card.POINTS, -1), self.validation(card.POINTS, -1)
+        return card.Record(
+            train=tuple(loss.values()),
+            val=tuple(val.values()),
+            tokens_per_second=self.median("tokens_per_second"),
+            mfu=self.median("mfu"),
+            scores=scores,
+            problem=self.problem,
+        )
+
+    def median(self, column: str) -> float | None:
+        """The median of a column; None if it has no number."""
+        values = np.array(self.values[column], np.float64)
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else None
 
     def validation(self, points: int, after: int) -> dict:
         """x and y of the validation losses of the steps after one."""
