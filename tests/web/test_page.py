@@ -7,23 +7,31 @@ import contextlib
 import html.parser
 import http.client
 import json
+import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
-import urllib.parse
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT
-from servers import KEY, wait_for
+from conftest import PATIENCE, ROOT, rooms_on_path
+from servers import KEY, Served, wait_for
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
-from web import app, page  # noqa: E402
+from finetuning import lines  # noqa: E402
 
-MS = 1000 * PATIENCE
+from bench.page import FLAGS, write_run  # noqa: E402
+from web import app  # noqa: E402
+from web.jobs import Job  # noqa: E402
+from web.worker import pids_left  # noqa: E402
+
+MS = 20_000
 SIZES = [(1280, 860), (390, 844)]
 THEMES = ["light", "dark"]
 
@@ -127,9 +135,8 @@ def browser():
     path = shutil.which("chromium")
     if not path:
         pytest.skip("needs the program chromium: see INSTALL.md")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     with library.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=flags)
+        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield chromium
         chromium.close()
 
@@ -174,8 +181,6 @@ HOSTILE = '<img src=x onerror="document.title=1">'
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A folder of runs: two sound ones, one with a hostile name, a damaged one."""
-    from bench.page import write_run
-
     folder = tmp_path_factory.mktemp("runs")
     for number, name in enumerate(["team/first", "team/second", HOSTILE, "broken"]):
         write_run(folder / name, 300, number)
@@ -230,3 +235,115 @@ def test_the_keyboard_is_enough(browser, runs):
         page.locator("#run-chart .plot").focus()
         page.keyboard.press("ArrowLeft")
         assert "team/first" in page.locator("#run-chart .tip").inner_text()
+
+
+# --- The whole story
+
+
+@pytest.fixture
+def place(tiny_run, tmp_path):
+    """A folder with a base, served with jobs and runs, and a worker. Nothing is left running."""
+    shutil.copytree(tiny_run, tmp_path / "run")
+    shutil.copytree(tiny_run, tmp_path / "runs" / "base")
+    (tmp_path / "keys.txt").write_text(KEY)
+    flags = ["--jobs=jobs", "--runs=runs", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
+    server = Served(tmp_path, *flags)
+    command = [sys.executable, "-m", "web.worker", "jobs", "--poll_seconds=0.05"]
+    worker = subprocess.Popen(command, cwd=tmp_path, env=rooms_on_path())
+    yield server
+    for process in (worker, server.process):
+        process.kill()
+        process.wait()
+    for job in map(Job, (tmp_path / "jobs/jobs").glob("ftjob-*")):
+        for pid in pids_left(job):
+            os.kill(pid, signal.SIGKILL)
+
+
+def choose_file(page, content) -> None:
+    """Upload examples as pairs.jsonl."""
+    file = {"name": "pairs.jsonl", "mimeType": "application/jsonl", "buffer": content}
+    page.get_by_label("File", exact=True).set_input_files(file)
+
+
+def start_job(page, suffix, epochs) -> None:
+    """Start a job on the chosen file, and wait until it is in the list."""
+    page.get_by_label("Suffix").fill(suffix)
+    page.get_by_label("Epochs").fill(str(epochs))
+    n_jobs = page.locator("#job-list > li").count()
+    page.get_by_role("button", name="Start the job").click()
+    page.locator("#job-list > li").nth(n_jobs).wait_for()
+
+
+@pytest.mark.slow
+def test_the_whole_story(browser, place, tmp_path):
+    visit = Visit(browser, place.port)
+    page = visit.open("jobs")
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Continue").click()
+
+    examples = lines(60).splitlines(keepends=True)
+    choose_file(page, b"".join([*examples[:6], b'{"prompt": "' + HOSTILE.encode(), *examples[7:]]))
+    page.get_by_text("1 wrong line in pairs.jsonl").wait_for()
+    assert page.locator("#upload-lines tbody tr").inner_text().startswith("7")
+    choose_file(page, b"".join(examples))
+    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+
+    start_job(page, "first", 20)
+    start_job(page, "second", 50)
+    second, first = (page.locator("#job-list > li").nth(number) for number in range(2))
+    first.locator("polyline").wait_for(state="attached")  # its losses come
+    second.get_by_role("button", name="Cancel").click()
+    second.get_by_text("cancelled", exact=True).wait_for()
+    first.get_by_text("finished", exact=True).wait_for()
+    first.get_by_role("button", name="Try it").click()
+
+    page.get_by_label("Prompt", exact=True).last.fill(HOSTILE)
+    page.get_by_text("JSON schema").click()
+    page.get_by_label("The answer conforms").fill(json.dumps(SCHEMA))
+    page.locator("#model-b option", has_text="run").last.wait_for(state="attached")
+    made = page.locator("#model-a").input_value()
+    assert "first" in made and page.locator("#model-b").input_value() == "run"
+    page.get_by_role("button", name="Generate").click()
+    page.get_by_text("valid JSON").nth(1).wait_for()
+    assert HOSTILE in page.locator(".answer").first.inner_text()
+    page.get_by_role("button", name="Copy as curl").click()
+    assert "Bearer $KEY" in page.locator("#curl-text").inner_text()
+
+    visit.open("runs")
+    page.get_by_label("Choose base").check()
+    page.get_by_label(f"Choose jobs/{made}").check()
+    page.locator("#run-chart polyline").nth(1).wait_for(state="attached")
+    page.get_by_role("cell", name="lora_rank", exact=True).wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Model card").last.click()
+    assert made in Path(download.value.path()).read_text()
+    visit.open("evaluation").locator("#evaluation-status").wait_for()
+    assert visit.errors() == [] and page.title().startswith("Evaluation")
+    look_at_all(browser, place, f"runs?run=base&run=jobs/{made}", tmp_path)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+SEEN = {  # view: what is there as soon as it has loaded
+    "playground": "#model-b option:nth-child(2)",
+    "runs": "#run-chart polyline",
+    "evaluation": "#evaluation-status",
+    "jobs": "#job-list li",
+    "planner": "#plan-model option",
+}
+
+
+def look_at_all(browser, place, runs, folder) -> None:
+    """Each view in both sizes and themes: a picture, nothing too wide, readable for all."""
+    for size in SIZES:
+        for theme in THEMES:
+            visit = Visit(browser, place.port, size, theme)
+            visit.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{KEY}')")
+            for view, there in SEEN.items():
+                page = visit.open(runs if view == "runs" else view)
+                page.locator(there).first.wait_for(state="attached")
+                page.screenshot(path=folder / f"{view}-{size[0]}-{theme}.png", full_page=True)
+                too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+                assert too_wide <= 0, (view, size)
+                assert accessible(page) == [], (view, size, theme)
+            assert visit.errors() == []
+            visit.context.close()

@@ -190,9 +190,24 @@ async function cancel(one) {
 }
 
 // The new model in the playground, beside the one that it was made from.
-function tryIt({ job }) {
+async function tryIt({ job }) {
   const names = { model: job.fine_tuned_model, beside: job.model };
-  location.hash = `#playground?${new URLSearchParams({ ...names, kind: "chat" })}`;
+  const kind = await kindOf(job.training_file);
+  location.hash = `#playground?${new URLSearchParams({ ...names, kind })}`;
+}
+
+// What a file of examples teaches, by its first bytes: to go on with a text, or to chat.
+async function kindOf(fileId) {
+  try {
+    const { body } = await call(`/v1/files/${encodeURIComponent(fileId)}/content`);
+    const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+    const { value } = await reader.read();
+    await reader.cancel();
+    return value.includes('"messages"') ? "chat" : "text";
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    return "text"; // the file is deleted
+  }
 }
 
 // --- Events

@@ -95,7 +95,7 @@ function newRow(name) {
 
 function fillRow({ node, cells, run }) {
   const isWhole = !run.max_steps || run.step === run.max_steps;
-  const steps = isWhole ? whole(run.step) : `${whole(run.step)} of ${compact(run.max_steps)}`;
+  const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${compact(run.max_steps)}`;
   const losses = [number(run.loss), number(run.val_loss)];
   const texts = [run.name, run.state, ...losses, steps, ago(run.updated)];
   texts.forEach((text, i) => say(cells[i], text));
