@@ -99,7 +99,7 @@ async function create() {
   try {
     const job = await post("/v1/fine_tuning/jobs", body);
     tell(byId("job-problem"), `The job ${job.id} waits for a worker.`);
-    await load();
+    await poll.turn();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     tell(byId("job-problem"), error.message, true);
@@ -181,7 +181,7 @@ async function cancel(one) {
   one.cancel.disabled = true;
   try {
     await post(`/v1/fine_tuning/jobs/${encodeURIComponent(one.job.id)}/cancel`);
-    await load();
+    await poll.turn();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     say(one.problem, error.message);
