@@ -117,7 +117,10 @@ export class Chart {
     for (const one of this.series) one.line = smoothed(one.mean, this.options.smoothing);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
     if (!this.setScales()) {
-      this.svg.replaceChildren();
+      const place = { class: "tick middle", x: this.width / 2, y: this.height / 2 };
+      const words = this.series.length ? "no values to draw" : "";
+      this.svg.replaceChildren(svg("text", place, words));
+      this.cursor = null;
       return;
     }
     this.cursor = svg("line", { class: "cursor", y1: MARGIN.top, y2: this.bottom, x1: -9, x2: -9 });
@@ -233,7 +236,7 @@ export class Chart {
   }
 
   pointAt(clientX) {
-    if (!this.xs || !this.cursor) return;
+    if (!this.cursor) return;
     const pixel = clientX - this.box.getBoundingClientRect().left;
     const share = (pixel - MARGIN.left) / (this.right - MARGIN.left);
     this.read(this.xs[0] + Math.min(1, Math.max(0, share)) * (this.xs[1] - this.xs[0]));
@@ -241,7 +244,7 @@ export class Chart {
 
   pointByKey(event) {
     const moves = { ArrowLeft: -0.02, ArrowRight: 0.02 };
-    if (!(event.key in moves) || !this.xs) return;
+    if (!(event.key in moves) || !this.cursor) return;
     event.preventDefault();
     const [low, high] = this.xs;
     const next = (this.pointed ?? high) + moves[event.key] * (high - low);

@@ -26,7 +26,7 @@ export function whole(value) {
 export const compact = (value) => COMPACT.format(value);
 
 export function percent(share) {
-  return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(1)} %`;
+  return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(1)}\u00a0%`;
 }
 
 // How long ago a time was. seconds: since 1970.

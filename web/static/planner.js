@@ -56,11 +56,11 @@ async function plan() {
   }
 }
 
-// "12.3 (10.1 to 15.0)": a value with its error band.
+// A value, and below it its error band.
 function banded(row, name) {
-  const value = number(row[name]);
   const band = row.band?.[name];
-  return band && row[name] ? `${value} (${band.map(number).join(" to ")})` : value;
+  if (!band || !row[name]) return number(row[name]);
+  return [number(row[name]), el("span", { class: "band-of" }, band.map(number).join(" to "))];
 }
 
 const COLUMNS = [

@@ -53,7 +53,7 @@ export function hide() {
 
 async function loadModels() {
   const { data } = await getJSON("/v1/models");
-  const pairs = data.map(({ id, parent }) => [id, parent ? `${id} (adapter)` : id]);
+  const pairs = data.map(({ id }) => [id, id]);
   fillSelect(byId("model-a"), pairs);
   fillSelect(byId("model-b"), [["", "nothing"], ...pairs]);
   for (const [id, name] of Object.entries(wanted)) {

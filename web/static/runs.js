@@ -29,7 +29,7 @@ const live = new Poll(LIVE_MS, followCurves);
 export function start() {
   chart = new Chart(byId("run-chart"), "Curves of the chosen runs");
   const cells = HEADS.map(([by, text]) => el(
-    "th", { scope: "col", "data-by": by },
+    "th", { scope: "col", class: by, "data-by": by },
     el("button", { type: "button", class: "plain", onclick: () => sortBy(by) }, text),
   ));
   const first = el("th", { scope: "col" }, el("span", { class: "unseen" }, "Chosen"));
@@ -85,7 +85,7 @@ function newRow(name) {
     onchange: () => (box.checked ? choose(name) : drop(name)),
   });
   box.checked = chosen.has(name);
-  const cells = HEADS.map(([by]) => el("td", { class: by === "name" ? "name" : by }));
+  const cells = HEADS.map(([by]) => el("td", { class: by }));
   const node = el("tr", {}, el("td", {}, box), ...cells);
   cells[0].onclick = () => box.click();
   const row = { node, cells, box, run: { name } };
@@ -258,7 +258,7 @@ function sayState(one) {
   const { curve, problem } = one;
   const value = curve?.mean.at(-1);
   const last = value === undefined ? "" : `${number(value)} at step ${whole(curve.last)}`;
-  const empty = curve && !last && !problem ? `no ${byId("column").value} is written` : "";
+  const empty = curve && !last && !problem ? `no values of ${byId("column").value}` : "";
   say(one.state, [last || empty, problem].filter(Boolean).join(" · "));
   one.state.className = problem ? "problem" : "hint";
 }
