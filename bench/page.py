@@ -63,7 +63,8 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if cfg.picture:
             train_runs(Path(folder))
-            with served(folder) as url, browser() as chromium:
+            jobs = f"--jobs={folder}/jobs"
+            with served(folder, f"{folder}/bytes/lr-3e-3", jobs) as url, browser() as chromium:
                 take_picture(chromium, url, cfg.picture)
             return
         for number in range(cfg.runs):
@@ -85,9 +86,9 @@ def browser():
 
 
 @contextlib.contextmanager
-def served(folder: str):
+def served(folder: str, *more: str):
     """The address of a serve.py that shows the runs of a folder."""
-    command = [sys.executable, ROOT / "serve.py", f"--runs={folder}", "--port=0"]
+    command = [sys.executable, ROOT / "serve.py", *more, f"--runs={folder}", "--port=0"]
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     process = subprocess.Popen(command, **options)
     try:

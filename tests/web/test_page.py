@@ -31,7 +31,7 @@ from web import app  # noqa: E402
 from web.jobs import Job  # noqa: E402
 from web.worker import pids_left  # noqa: E402
 
-MS = 20_000
+MS = 1000 * PATIENCE
 SIZES = [(1280, 860), (390, 844)]
 THEMES = ["light", "dark"]
 

@@ -73,6 +73,7 @@ async function loadList() {
     const row = rows.get(run.name) ?? newRow(run.name);
     row.run = run;
     fillRow(row);
+    tick(row);
   }
   if (isNew) sort();
   filter();
@@ -84,7 +85,6 @@ function newRow(name) {
     "aria-label": `Choose ${name}`,
     onchange: () => (box.checked ? choose(name) : drop(name)),
   });
-  box.checked = chosen.has(name);
   const cells = HEADS.map(([by]) => el("td", { class: by }));
   const node = el("tr", {}, el("td", {}, box), ...cells);
   cells[0].onclick = () => box.click();
@@ -162,14 +162,16 @@ function drop(name) {
   draw();
 }
 
-// Tick its box in its color, and write the choice into the address.
+// Tick a row's box, in the color of its curve.
+function tick({ box, run }) {
+  const one = chosen.get(run.name);
+  box.checked = Boolean(one);
+  box.className = one ? colorOf(one) : "";
+}
+
+// Tick its box, and write the choice into the address.
 function markChosen(name) {
-  const row = rows.get(name);
-  const one = chosen.get(name);
-  if (row) {
-    row.box.checked = Boolean(one);
-    row.box.className = one ? colorOf(one) : "";
-  }
+  if (rows.has(name)) tick(rows.get(name));
   byId("run-hint").hidden = chosen.size > 0;
   const query = new URLSearchParams([...chosen.keys()].map((key) => ["run", key]));
   history.replaceState(null, "", chosen.size ? `#runs?${query}` : "#runs");
