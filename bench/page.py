@@ -62,9 +62,9 @@ def main(argv: list[str]) -> None:
     require(shutil.which("chromium"), "bench page needs chromium: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder:
         if cfg.picture:
-            train_runs(Path(folder))
-            jobs = f"--jobs={folder}/jobs"
-            with served(folder, f"{folder}/bytes/lr-3e-3", jobs) as url, browser() as chromium:
+            train_runs(folder)
+            model = [f"{folder}/runs/bytes/lr-3e-3", f"--jobs={folder}/jobs"]
+            with served(f"{folder}/runs", *model) as url, browser() as chromium:
                 take_picture(chromium, url, cfg.picture)
             return
         for number in range(cfg.runs):
@@ -169,7 +169,7 @@ def report(page, name: str) -> None:
 # The picture
 
 
-def train_runs(folder: Path) -> None:
+def train_runs(folder: str) -> None:
     """Train three small models of this project's own code, one with a restart."""
     small = "--d_model=64 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=64 --alibi"
     data = f"--dataset={ROOT}/planning/*.py --tokenizer=bytes --data_dir={folder}/data"
@@ -180,7 +180,7 @@ def train_runs(folder: Path) -> None:
         "lr-3e-3-deeper": ["--lr=3e-3", "--n_layers=4"],
     }.items():
         command = [sys.executable, ROOT / "fsdp_train.py", *small.split(), *data.split()]
-        command += [*length.split(), *more, f"--run_dir={folder}/bytes/{name}"]
+        command += [*length.split(), *more, f"--run_dir={folder}/runs/bytes/{name}"]
         for steps in (["--max_steps=160"], ["--max_steps=400"])[name != "lr-3e-3" :]:
             subprocess.run([*command, *steps], check=True, stdout=subprocess.DEVNULL)
 
