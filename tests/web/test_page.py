@@ -304,7 +304,9 @@ def test_the_whole_story(browser, place, tmp_path):
     made = page.locator("#model-a").input_value()
     assert "first" in made and page.locator("#model-b").input_value() == "run"
     page.get_by_role("button", name="Generate").click()
-    page.get_by_text("valid JSON").nth(1).wait_for()
+    page.get_by_text("Done.").wait_for()
+    states = page.locator(".answer > p").all_inner_texts()
+    assert len(states) == 2 and all("valid JSON" in state for state in states), states
     assert HOSTILE in page.locator(".answer").first.inner_text()
     page.get_by_role("button", name="Copy as curl").click()
     command = page.locator("#curl-text").inner_text()
@@ -325,7 +327,12 @@ def test_the_whole_story(browser, place, tmp_path):
     look_at_all(browser, place, f"runs?run=base&run=jobs/{made}", tmp_path)
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 SEEN = {  # view: what is there as soon as it has loaded
     "playground": "#model-b option:nth-child(2)",
     "runs": "#run-chart polyline",
