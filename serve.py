@@ -2,6 +2,9 @@
 
     python serve.py runs/demo
     python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0 --port=8000
+    python serve.py runs/demo --jobs=jobs      and, elsewhere, python -m web.worker jobs
+    python serve.py runs/demo --runs=runs      and a page that shows the curves of runs
+    python serve.py --runs=runs                the page alone, without a model
 
 RUN is a run folder, one checkpoint in it, or a Hugging Face folder. A request's `model` names it,
 or an adapter of the folder --adapters: PEFT folders and finished runs with --lora_rank.
@@ -29,6 +32,7 @@ from typing import Literal
 
 import torch
 
+import checkpoint
 import config
 import processes
 from config import LINEAR_LAYERS, MPTConfig
@@ -42,7 +46,7 @@ from serving.decoder import Decoder, pick_dtype
 from serving.engine import AHEAD, Engine
 from serving.rows import SLACK
 from text import chat
-from weights.load import find, fingerprint_of, load_for_sampling, settings_of
+from weights.load import find, fingerprint_of, is_run, load_for_sampling, settings_of
 
 
 @dataclass
@@ -53,6 +57,9 @@ class ServeSettings:
     port: int = 8000  # 0: any free one
     name: str = ""  # of the base in requests; empty = the last part of RUN
     adapters: str = ""  # folder of adapters that requests can name
+    jobs: str = ""  # folder of finetuning jobs and uploads, whose models are served
+    upload_mb: int = 64  # of a file to finetune on
+    runs: str = ""  # folder of run folders that the page shows
     max_lora_rank: int = 16  # the highest rank of an adapter; sets the size of their bank
     keys: str = ""  # file of API keys, one a line; without it nobody needs one
     force: bool = False  # serve on a public address without keys
@@ -72,11 +79,13 @@ class ServeSettings:
     def check(self) -> None:
         """UserError for values out of range."""
         require(0 <= self.port < 65536, f"port {self.port}: set --port from 0 to 65535")
-        least = dict.fromkeys(("rows", "max_requests", "max_seconds", "threads"), 1)
+        least = dict.fromkeys("rows max_requests max_seconds threads upload_mb".split(), 1)
         least |= {"max_lora_rank": 1, "tp": 1, "max_tokens": 2, "prefix_mb": 0, "drain_seconds": 0}
         for name, lowest in least.items():
             value = getattr(self, name)
             require(value >= lowest, f"{name} {value}: set --{name} to {lowest} or more")
+        both = f"--jobs serves the models of its own folder: leave out --adapters={self.adapters}"
+        require(not (self.jobs and self.adapters), both)
 
 
 def is_loopback(host: str) -> bool:
@@ -88,14 +97,17 @@ def is_loopback(host: str) -> bool:
 
 
 def main(argv) -> None:
-    """Load the model, then answer requests until SIGTERM or Ctrl-C."""
-    (run,), cfg = config.load(argv, ServeSettings, takes="RUN")
+    """Load the model, if any, then answer requests until SIGTERM or Ctrl-C."""
+    given, cfg = config.load(argv, ServeSettings, takes="[RUN]")
+    run = given[0] if given else ""
     for name in ("fastapi", "uvicorn", "llguidance"):
         require(importlib.util.find_spec(name), f"serve.py needs the package {name}: {EXTRA}")
+    has_forms = not cfg.jobs or importlib.util.find_spec("python_multipart")
+    require(has_forms, f"--jobs needs the package python-multipart: {EXTRA}")
     from web import app, guard
     from web.server import Server
 
-    require_one_process(run, cfg)
+    require_work(run, cfg)
     is_safe = is_loopback(cfg.host) or cfg.keys or cfg.force
     require(is_safe, f"--host={cfg.host} lets everybody in: give --keys=FILE, or --force")
     keys = guard.read_keys(cfg.keys) if cfg.keys else []
@@ -103,11 +115,13 @@ def main(argv) -> None:
     most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
     require(most_open > 0, f"only {n_files} files may be open: raise it with ulimit -n")
 
-    service = service_of(cfg, run, most_open)
+    service = service_of(cfg, run, most_open) if run else app.Viewer(cfg.max_seconds)
     hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
-    application = app.build(service, keys, hosts, most_open)
+    folders = {"": cfg.runs} if cfg.runs else {}
+    folders |= {"jobs": f"{cfg.jobs}/models"} if cfg.jobs else {}
+    application = app.build(service, keys, hosts, most_open, folders)
     with listening(cfg.host, cfg.port) as waiting:
-        ready = example(waiting, service.catalog.base, keys)
+        ready = example(waiting, service.catalog.base if run else "", keys)
         server = Server(application, service, cfg.drain_seconds, ready)
         asyncio.run(server.serve([waiting]))
 
@@ -125,7 +139,9 @@ def service_of(cfg: ServeSettings, run: str, most_texts: int):
     model, tokenizer, path = load_for_sampling(
         run, cfg.step, device, cfg.tokenizer, in_fp32=dtype == torch.float32
     )
-    template = chat.load_template(cfg.chat_template or template_of(path), tokenizer.special_tokens)
+    chat_template = cfg.chat_template or template_of(path)
+    template = chat.load_template(chat_template, tokenizer.special_tokens)
+    finetuning = finetuning_of(cfg, path, chat_template)
     decoder = Decoder(model, tokenizer.vocab_size, dtype)
     catalog = catalog_of(cfg, decoder, run, path)
     max_tokens = longest_text(cfg, model.cfg)
@@ -138,12 +154,48 @@ def service_of(cfg: ServeSettings, run: str, most_texts: int):
         tokenizer=tokenizer,
         most_texts=most_texts,
         most_seconds=cfg.max_seconds,
+        finetuning=finetuning,
     )
+
+
+def finetuning_of(cfg: ServeSettings, path: str, chat_template: str):
+    """Where finetuning jobs are, and what they start from; None without --jobs.
+
+    path: of the weights that are served. UserError if they are no base for adapters.
+    """
+    if not cfg.jobs:
+        return None
+    from web.files import Finetuning
+
+    has_adapters = is_run(Path(path)) and checkpoint.adapter_settings(Path(path))
+    fix = "serve its base, or merge it first: python -m weights.peft merge RUN OUT"
+    require(not has_adapters, f"{path} has adapters, and jobs would add others: {fix}")
+    finetuning = Finetuning(
+        folder=Path(cfg.jobs).resolve(),
+        base=os.path.abspath(path),
+        chat_template=chat_template and os.path.abspath(chat_template),
+        upload_bytes=cfg.upload_mb * 2**20,
+    )
+    finetuning.make_folders()
+    return finetuning
 
 
 def longest_text(cfg: ServeSettings, model: MPTConfig) -> int:
     """How many tokens a prompt and its continuation may have."""
     return min(cfg.max_tokens, model.max_seq_len if model.learned_positions else cfg.max_tokens)
+
+
+def require_work(run: str, cfg: ServeSettings) -> None:
+    """UserError if there is neither a model nor a folder of runs, or one of them is not there."""
+    usage = "name a model, python serve.py RUN, or --runs=FOLDER"
+    require(run or cfg.runs, f"there is nothing to serve: {usage}")
+    is_folder = not cfg.runs or Path(cfg.runs).is_dir()
+    require(is_folder, f"--runs={cfg.runs} is no folder: give one that holds run folders")
+    need = "the model that they belong to: python serve.py RUN"
+    require(run or not cfg.adapters, f"--adapters needs {need}")
+    require(run or not cfg.jobs, f"--jobs needs {need}")
+    if run:
+        require_one_process(run, cfg)
 
 
 def require_one_process(run: str, cfg: ServeSettings) -> None:
@@ -177,15 +229,16 @@ def require_room(cfg: ServeSettings, model: MPTConfig, width: int, free: int) ->
 def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Catalog:
     """The names that requests can have. With adapters, the decoder gets a bank for them."""
     name = cfg.name or Path(run).resolve().name
-    if not cfg.adapters:
+    folder = f"{cfg.jobs}/models" if cfg.jobs else cfg.adapters
+    if not folder:
         return Catalog(name, None, read=None, check=None)
     fingerprint = fingerprint_of(Path(path))
     read = partial(read_adapter, base=name, base_fingerprint=fingerprint)
-    catalog = Catalog(name, cfg.adapters, read, check=lambda *found: decoder.bank.check(*found))
+    catalog = Catalog(name, folder, read, check=lambda *found: decoder.bank.check(*found))
     AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, LINEAR_LAYERS, catalog.read)
     catalog.scan()
     catalog.watch()
-    if (Path(cfg.adapters) / name).exists():
+    if (Path(folder) / name).exists():
         print(f"note: the adapter {name} has the base's name: set another --name", file=sys.stderr)
     return catalog
 
@@ -201,10 +254,13 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def example(waiting: socket.socket, model: str, keys: list[str]) -> str:
-    """A request that a user can type."""
+    """A request that a user can type. model: its name, empty if there is none."""
     host, port = waiting.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     key = "-H 'Authorization: Bearer KEY' " if keys else ""
+    if not model:
+        address = f"http://{host}:{port}"
+        return f"showing runs on {address}. Try:\ncurl {key}{address}/api/runs"
     body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32})
     return (
         f"serving {model} on http://{host}:{port}. Try:\n"

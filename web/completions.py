@@ -35,6 +35,7 @@ from serving.thread import EngineThread
 from text.chat import Template, checked_messages
 from text.tokenizer import Tokenizer
 from web import shapes
+from web.files import Finetuning
 from web.guard import within
 from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
@@ -54,6 +55,7 @@ class Service:
     tokenizer: Tokenizer
     most_texts: int  # running and waiting; more are refused with 429
     most_seconds: float  # of one request
+    finetuning: Finetuning | None = None  # None: there are no jobs
     started: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
     queues: dict = field(default_factory=dict)  # Request of the engine -> the queue of its events
@@ -67,9 +69,18 @@ class Service:
         self.chat_stops = list(filter(None, [self.template.end_of_answer()]))
         self.longest_token = max(map(len, self.tokenizer.bytes_of.values()))
 
-    def start(self, deliver) -> None:
-        """Start the engine. deliver: takes `hand_out`'s events over from its thread."""
-        self.thread = EngineThread(self.engine, deliver)
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the engine's thread, whose events come to `loop` with one call a step."""
+        self.thread = EngineThread(self.engine, partial(loop.call_soon_threadsafe, self.hand_out))
+
+    def drain(self, seconds: float) -> None:
+        """Take no more texts, and end those that still run after so many seconds."""
+        if self.thread:  # else it has not started yet
+            self.thread.drain(seconds)
+
+    def statistics(self) -> dict[str, int]:
+        """What the engine does and has done."""
+        return self.thread.statistics()
 
     @property
     def is_ready(self) -> bool:

@@ -22,6 +22,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from web.app import Viewer
 from web.completions import Service
 from web.guard import SPARE_FILES, Guard
 from web.shapes import ApiError
@@ -89,7 +90,7 @@ class Server(uvicorn.Server):
     ready: what to print when clients can come.
     """
 
-    def __init__(self, app: Guard, service: Service, drain_seconds: float, ready: str):
+    def __init__(self, app: Guard, service: Service | Viewer, drain_seconds: float, ready: str):
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -111,10 +112,10 @@ class Server(uvicorn.Server):
         self.is_full = False  # all files were open once, and a line has said so
 
     async def startup(self, sockets=None) -> None:
-        """Start the engine's thread, whose events come to this loop with one call a step."""
+        """Start the engine's thread, then listen."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self.note_error)
-        self.service.start(partial(loop.call_soon_threadsafe, self.service.hand_out))
+        self.service.start(loop)
         await super().startup(sockets)
         print(self.ready, flush=True)
 
@@ -134,8 +135,7 @@ class Server(uvicorn.Server):
         if self.n_signals > 2:
             os._exit(1)  # the engine's thread may be inside PyTorch: an ordinary end would abort
         self.service.is_draining = True
-        if self.service.thread:  # else it has not started yet
-            seconds = self.drain_seconds if self.n_signals == 1 else 0
-            print(f"draining for up to {seconds:g} s", file=sys.stderr, flush=True)
-            drain = partial(self.service.thread.drain, seconds)
-            threading.Thread(target=drain, daemon=True).start()
+        seconds = self.drain_seconds if self.n_signals == 1 else 0
+        print(f"draining for up to {seconds:g} s", file=sys.stderr, flush=True)
+        drain = partial(self.service.drain, seconds)
+        threading.Thread(target=drain, daemon=True).start()
