@@ -356,7 +356,7 @@ def store(store_port, monkeypatch):
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory):
-    """A SLURM of six nodes on this machine, started when a test asks for it: slurm_cluster.py."""
+    """A SLURM of ten nodes on this machine, started when a test asks for it: slurm_cluster.py."""
     import slurm_cluster
 
     if reason := slurm_cluster.missing():

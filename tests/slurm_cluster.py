@@ -1,14 +1,15 @@
-"""A real SLURM on this machine, for the time of a test session: a controller and six nodes.
+"""A real SLURM on this machine, for the time of a test session: a controller and ten nodes.
 
     cluster.sbatch("job.sbatch", cwd=folder)    submits; the number of the job
     cluster.job(number)                         what `scontrol show job` says: {"JobState": ...}
-    cluster.tasks(number)                       the processes of a job's tasks, which a test may kill
+    cluster.tasks(number)                       the processes of a job's tasks, for a test to kill
+    cluster.lose("n1"), cluster.restore("n1")   a node goes away, and comes back
     cluster.command("squeue")                   the words that run a command inside
 
-The daemons, and all that their jobs start, live in namespaces of their own: their ports, process
-numbers, `/etc/hosts` and `/proc` are theirs alone, so two clusters can run at once and nothing of
-this machine is changed. The first process of a namespace takes all others with it, and it ends with
-the process that started it: also a killed session leaves nothing that runs. See the fixture `slurm`.
+The daemons, and all that their jobs start, are in namespaces of their own: ports, process numbers
+and /etc/hosts are theirs alone. So two clusters can run at once, and nothing of this machine is
+changed. When the first process in there ends, so do all others, and it ends with the process that
+started it: a session that is killed leaves nothing running. See the fixture `slurm`.
 """
 
 import contextlib
@@ -19,10 +20,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from conftest import PATIENCE, clean_environment
 
-NODES = 6
+NODES = 10
 DAEMONS = ("slurmctld", "slurmd", "munged")
 TOOLS = ("sbatch", "srun", "unshare", "nsenter", "setpriv", "ip")
 INSTALL = "apt-get install slurmctld slurmd slurm-client munge"
@@ -155,9 +157,9 @@ class Cluster:
     # ----------------------------------------------------------------------------------------------
     # Commands
 
-    def command(self, *words) -> list[str]:
+    def command(self, *words, where=()) -> list[str]:
         """The words that run a command beside the daemons, with this machine's process numbers."""
-        inside = ["nsenter", f"--target={self.first()}", "--mount", "--net", f"--wd={os.getcwd()}"]
+        inside = ["nsenter", f"--target={self.first()}", "--mount", "--net", *where]
         return [*inside, *map(str, words)]
 
     def first(self) -> int:
@@ -165,10 +167,10 @@ class Cluster:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return int(children.read_text())
 
-    def run(self, *words, check=True, **options) -> subprocess.CompletedProcess:
-        """Run a command there, and return its output."""
-        options = {"env": self.environment, "capture_output": True, "text": True} | options
-        done = subprocess.run(self.command(*words), timeout=PATIENCE, **options)
+    def run(self, *words, check=True, where=(), env=None) -> subprocess.CompletedProcess:
+        """Run a command there, and return its output. where: flags of nsenter."""
+        options = {"env": env or self.environment, "capture_output": True, "text": True}
+        done = subprocess.run(self.command(*words, where=where), timeout=PATIENCE, **options)
         assert done.returncode == 0 or not check, (words, done.stdout, done.stderr)
         return done
 
@@ -185,44 +187,65 @@ class Cluster:
 
     def sbatch(self, *words, cwd: Path, **variables) -> int:
         """Submit a job, in a folder. Its number."""
-        options = {"cwd": cwd, "env": self.environment | variables}
-        submit = ["sh", "-c", 'cd "$0" && exec sbatch --parsable "$@"', cwd, *words]
-        return int(self.run(*submit, **options).stdout)
+        words = ["sbatch", "--parsable", *words]
+        return int(self.run(*words, where=[f"--wd={cwd}"], env=self.environment | variables).stdout)
 
     def job(self, number: int) -> dict[str, str]:
-        """What the controller knows of a job: JobState, ExitCode, Restarts, Reason, NodeList, ..."""
+        """What the controller knows of a job: JobState, ExitCode, Restarts, NodeList, ..."""
         shown = self.run("scontrol", "--oneliner", "show", "job", number).stdout
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     # ----------------------------------------------------------------------------------------------
-    # Processes
+    # Nodes and processes
 
-    def processes(self, node: str) -> list[int]:
-        """slurmd of a node, and what keeps its tasks. Process numbers of this machine."""
-        own = f"-N {node}".split()
-        found = []
-        for pid, words, environment in all_processes():
-            steps = "slurmstepd" in words[0] and environment.get("SLURMD_NODENAME") == node
-            if (words[1:3] == own and "slurmd" in words[0]) or steps:
-                found.append(pid)
-        return found
+    def lose(self, node: str) -> None:
+        """Kill a node's daemon and all its tasks; the controller learns that it is gone."""
+        tasks = [each for each in processes() if each.environment.get("SLURMD_NODENAME") == node]
+        keepers = {each.parent for each in tasks}
+        for each in processes():
+            keeper = each.pid in keepers and each.words[0].startswith("slurmstepd")
+            if keeper or each.words[:3] == ["slurmd", "-N", node]:
+                each.kill()
+        for each in tasks:
+            each.kill()
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
-    def tasks(self, number: int, node: str | None = None) -> list[int]:
-        """Processes of a job's steps, of one node if it is given."""
-        found = []
-        for pid, _, environment in all_processes():
-            here = node in (None, environment.get("SLURMD_NODENAME"))
-            of_step = environment.get("SLURM_STEP_ID", "").isdigit()
-            if here and of_step and environment.get("SLURM_JOB_ID") == str(number):
-                found.append(pid)
-        return found
+    def restore(self, node: str) -> None:
+        """Start the daemon of a lost node."""
+        self.run("slurmd", "-N", node, where=["--pid"])
+        self.wait_for(lambda: self.states()[self.nodes.index(node)] == "idle")
+
+    def tasks(self, number: int) -> list["Process"]:
+        """The processes of a job's steps."""
+        found = (
+            each for each in processes() if each.environment.get("SLURM_JOB_ID") == str(number)
+        )
+        return [each for each in found if each.environment.get("SLURM_STEP_ID", "").isdigit()]
 
 
-def all_processes():
-    """(process number, words of the command, environment) of every process that can be read."""
+class Process(NamedTuple):
+    """A process as /proc shows it, with its number on this machine."""
+
+    pid: int
+    parent: int
+    words: list[str]
+    environment: dict[str, str]
+
+    def kill(self) -> None:
+        """kill -9, if it is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def processes() -> list[Process]:
+    """The processes that can be read."""
+    found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
             variables = (path / "environ").read_bytes().decode(errors="replace").split("\0")
             pairs = (variable.partition("=") for variable in variables)
-            yield int(path.name), words, {name: value for name, _, value in pairs}
+            environment = {name: value for name, _, value in pairs}
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            found.append(Process(int(path.name), parent, words, environment))
+    return found

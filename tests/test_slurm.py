@@ -4,16 +4,18 @@ sbatch gets the scripts as users give them to it. Changed are the number of GPUs
 interface, and the time limit. torchrun and fsdp_train.py are real, except where a test says so.
 """
 
-import contextlib
-import os
+import collections
+import itertools
+import json
 import re
-import signal
+import sys
 import time
 
 import pytest
 from conftest import PATIENCE, ROOT, flags_for
 from launches import FLAGS
 
+import checkpoint
 from lessons.elastic import steps_done
 from lifecycle import runlog
 
@@ -28,15 +30,16 @@ PROGRAMS = {
     ".venv/bin/torchrun": '#!/bin/sh\nexec PYTHON -m torch.distributed.run "$@"\n',
     ".venv/bin/python": '#!/bin/sh\nexec PYTHON "$@"\n',
 }
-# Training that stays in its sixth step until it is asked to stop, or there is a file `go`. Then a
-# test need not hurry. A launch that resumes does not stay.
+# Training that stays in one step, the first from the sixth on that finds a checkpoint, until it is
+# asked to stop or there is a file `go`: so a test need not hurry. A launch that resumes does not.
 STAYS = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from lifecycle import stopping
 stopping.while_loading(sys.argv[1:])
 import os, time
-import fsdp_train, processes
+from pathlib import Path
+import checkpoint, fsdp_train, processes
 
 class Signals(stopping.Signals):
     def __init__(self):
@@ -45,9 +48,17 @@ class Signals(stopping.Signals):
 
 def train_step(model, optimizer, rows, step, *rest):
     steps.append(step)
-    while step == 5 and steps[0] == 0 and not made[0].stop_signal and not os.path.exists("go"):
-        time.sleep(0.05)
+    if os.environ["RANK"] == "0" and steps[0] == 0 and step >= 5:
+        stay()
     return one_step(model, optimizer, rows, step, *rest)
+
+def stay():
+    if not checkpoint.latest("run"):
+        time.sleep(0.5)  # it becomes complete between two steps
+        return
+    Path("stays").touch()
+    while not made[0].stop_signal and not os.path.exists("go"):
+        time.sleep(0.05)
 
 made, steps = [], []
 one_step, fsdp_train.train_step = fsdp_train.train_step, train_step
@@ -72,11 +83,12 @@ class Job:
         """Put a program in place of the one that the script starts."""
         path = self.folder / name
         path.unlink(missing_ok=True)
-        path.write_text(text.replace("PYTHON", os.sys.executable))
+        path.write_text(text.replace("PYTHON", sys.executable))
         path.chmod(0o755)
 
     def submit(self, script, *args, nodes=2, ranks_per_node=1, edit=lambda text: text, **more):
         """sbatch. edit: changes the script first. more: `options` of sbatch, and variables."""
+        self.script = script
         text = edit((ROOT / script).read_text())
         text = text.replace("--nproc_per_node 8", f"--nproc_per_node {ranks_per_node}")
         text = text.replace("=hsn0", "=lo")  # gloo fails if there is no such interface
@@ -98,6 +110,11 @@ class Job:
     def restarts(self) -> int:
         return int(self.shown()["Restarts"])
 
+    def nodes(self) -> list[str]:
+        """Its nodes. The first one has the script."""
+        shown = self.slurm.run("scontrol", "show", "hostnames", self.shown()["NodeList"])
+        return shown.stdout.split()
+
     def end(self) -> tuple[str, str]:
         """Wait for it. How it ended, and its exit status: ("FAILED", "2:0")."""
         self.slurm.wait_for(lambda: self.shown()["JobState"] in ENDED)
@@ -112,18 +129,65 @@ class Job:
             assert (not ended or condition()) and time.monotonic() < deadline, self.said()
             time.sleep(0.1)
 
-    def stays(self) -> "Job":
-        """Wait until its run is in the sixth step (see STAYS)."""
-        self.wait_for(lambda: steps_done(self.folder / "run") == 5)
+    def stays(self) -> None:
+        """Wait until its run does (see STAYS)."""
+        self.wait_for((self.folder / "stays").exists)
         return self
+
+    def resumes(self) -> bool:
+        """Has its run gone on from a checkpoint?"""
+        return "resuming from run/checkpoints/step-" in self.said()
+
+    def limit(self, minutes: int) -> None:
+        """Set its time limit, if it has not ended."""
+        words = ["scontrol", "update", f"jobid={self.number}", f"timelimit={minutes}"]
+        self.slurm.run(*words, check=False)
 
     def scancel(self, *words) -> None:
         self.slurm.run("scancel", *words, self.number)
 
 
+@pytest.fixture(scope="module")
+def train(tiny_data):
+    """`train(job, script)` submits a run of 30 steps, on two nodes with a rank each."""
+    flags = [*TINY, *flags_for(tiny_data), "--run_dir=run"]
+    return lambda job, script, **more: job.submit(script, *flags, **more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun(slurm, train, tmp_path_factory):
+    """Runs that take their time while the tests go on: one without a break, by neither; and by both
+    scripts one that SLURM will warn within a minute, since its time limit comes near."""
+    jobs = {name: Job(slurm, tmp_path_factory.mktemp("begun")) for name in ("unbroken", *BOTH)}
+    train(jobs["unbroken"], SRUN)
+    for script in BOTH:
+        jobs[script].put("fsdp_train.py", STAYS)
+        train(jobs[script], script, options=["--time=60", "--signal=USR1@30"])
+    for script in BOTH:
+        jobs[script].stays()
+        hours, minutes, seconds = map(int, jobs[script].shown()["RunTime"].split(":"))
+        jobs[script].limit(60 * hours + minutes + (1 if seconds < 30 else 2))
+    yield jobs
+    for each in jobs.values():
+        each.scancel()
+
+
+@pytest.fixture(scope="module")
+def straight(begun):
+    """The curve of the unbroken run."""
+    each = begun["unbroken"]
+    assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 0, each.said()
+    return curve(each)
+
+
+def curve(job) -> list:
+    keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
+    return [[row.get(key) for key in keys] for row in runlog.read(job.folder / "run")]
+
+
 @pytest.fixture
 def job(slurm, tmp_path):
-    """`job()`: a new one. Those that run are cancelled at the end."""
+    """`job()`: a new one. At the end it is cancelled if it still runs."""
     made = []
 
     def new() -> Job:
@@ -132,9 +196,9 @@ def job(slurm, tmp_path):
 
     yield new
     for each in made:
-        with contextlib.suppress(AttributeError):  # it was not submitted
-            slurm.run("scancel", each.number)
-            each.end()
+        each.scancel()
+    for each in made:
+        each.end()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,9 +211,10 @@ import processes
 def main(argv):
     world = processes.start("cpu")
     place = world.global_rank, world.global_size, world.local_rank, world.local_size
-    names = "SLURMD_NODENAME SLURM_CPUS_PER_TASK OMP_NUM_THREADS CUDA_VISIBLE_DEVICES "
-    names += "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    print("rank " + json.dumps([place, [os.environ.get(name) for name in names.split()], argv]))
+    names = "SLURM_CPUS_PER_TASK OMP_NUM_THREADS TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    variables = [os.environ.get(name) for name in names.split()]
+    answer = json.dumps([place, os.environ["SLURMD_NODENAME"], variables, argv])
+    print(f"rank {answer}\\n", end="", flush=True)
 
 processes.run(main)
 """
@@ -157,13 +222,193 @@ processes.run(main)
 
 def test_each_rank_knows_its_place_on_two_nodes(job):
     """The four processes really join: processes.start returns when all have joined."""
-    jobs = {}
-    for script in BOTH:
-        jobs[script] = job()
-        jobs[script].put("fsdp_train.py", WHO)
-        argv = ["configs/a.py", "--run_dir=with space"]
-        jobs[script].submit(script, *argv, ranks_per_node=2)
+    argv = ["configs/a.py", "--run_dir=with space"]
+    jobs = {script: job() for script in BOTH}
+    for script, each in jobs.items():
+        each.put("fsdp_train.py", WHO)
+        each.submit(script, *argv, ranks_per_node=2)
+    of_script = {TORCHRUN: ["64", "8", "1"], SRUN: ["7", "7", None]}
     for script, each in jobs.items():
         assert each.end() == ("COMPLETED", "0:0"), each.said()
-        print(each.said())
-        assert each.restarts() == 0
+        ranks = [json.loads(line) for line in re.findall(r"^rank (.*)$", each.said(), re.M)]
+        assert sorted(place for place, *_ in ranks) == [[n, 4, n % 2, 2] for n in range(4)]
+        nodes = collections.Counter(node for _, node, *_ in ranks)
+        assert sorted(nodes.values()) == [2, 2]
+        assert all(rest == [of_script[script], argv] for _, _, *rest in ranks)
+
+
+# --------------------------------------------------------------------------------------------------
+# How it ends
+
+FAILS = """
+import os, signal
+first = os.environ["SLURM_PROCID"] == "0" and "SLURM_RESTART_COUNT" not in os.environ
+how = os.environ["HOW"] if first else "0"
+if how.isdigit():
+    os._exit(int(how))
+os.kill(os.getpid(), getattr(signal, how))
+"""
+# How the first task ends -> the exit status of the job. SIGABRT: as of NCCL's watchdog. SIGKILL: of
+# torchrun itself, or of a rank that srun started.
+HOW = {"0": 0, "1": 1, "2": 2, "75": 75, "SIGABRT": 134, "SIGKILL": 137}
+
+
+def begun_ago(hours):
+    """What changes a script so that it believes to have begun that long ago."""
+    return lambda text: text.replace("status=0\n", f"status=0\nSECONDS={3600 * hours}\n", 1)
+
+
+def test_only_a_run_that_asks_for_it_or_was_under_way_is_started_again(job):
+    """A rank that is killed right after the start, as for lack of memory, would be so again."""
+    jobs = {}
+    for script, how, hours in itertools.product(BOTH, HOW, [0, 1]):
+        each = jobs[script, how, hours] = job()
+        each.put("fsdp_train.py", FAILS)
+        each.put(".venv/bin/torchrun", f"#!PYTHON\n{FAILS}")
+        each.submit(script, nodes=1, ranks_per_node=2, edit=begun_ago(hours), HOW=how)
+    ends = {key: (*each.end(), each.restarts()) for key, each in jobs.items()}
+    expected = {}
+    for script, how, hours in jobs:
+        killed = how == "SIGKILL" or (how == "SIGABRT" and script == SRUN)
+        if how == "0" or how == "75" or (killed and hours):
+            expected[script, how, hours] = ("COMPLETED", "0:0", int(how != "0"))
+        else:
+            expected[script, how, hours] = ("FAILED", f"{HOW[how]}:0", 0)
+    assert ends == expected
+
+
+FINISHES = """
+import signal, time
+got = []
+signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+print("worker starts\\n", end="", flush=True)
+while not got:
+    time.sleep(0.05)
+print("worker was warned\\n", end="", flush=True)
+"""
+
+
+def test_a_run_that_finishes_in_spite_of_the_warning_is_not_started_again(job):
+    each = job()
+    each.put("fsdp_train.py", FINISHES)
+    each.submit(TORCHRUN, nodes=1, ranks_per_node=2)
+    each.wait_for(lambda: each.said().count("worker starts") == 2)
+    each.scancel("--signal=USR1")
+    assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 0, each.said()
+    assert each.said().count("worker was warned") == 2
+
+
+def test_torchrun_starts_failed_workers_three_times(job):
+    each = job()
+    each.put("fsdp_train.py", "print('worker starts\\n', end=''); raise SystemExit(75)")
+    each.submit(TORCHRUN, nodes=1)
+    assert each.end() == ("FAILED", "1:0") and each.restarts() == 0, each.said()
+    assert each.said().count("worker starts") == 4
+
+
+# --------------------------------------------------------------------------------------------------
+# Real runs
+
+
+def both_stay(job, train, **more) -> list[Job]:
+    """A run by each script that stays in a step, with an earlier checkpoint."""
+    jobs = [job() for _ in BOTH]
+    for script, each in zip(BOTH, jobs, strict=True):
+        each.put("fsdp_train.py", STAYS)
+        train(each, script, **more)
+    for each in jobs:
+        each.stays()
+    return jobs
+
+
+def test_a_job_that_is_cancelled_saves_and_is_not_started_again(slurm, job, train):
+    """torchrun itself would kill its workers 30 s after SIGTERM."""
+    jobs = both_stay(job, train)
+    for each in jobs:
+        each.scancel()
+    for each in jobs:
+        assert each.end()[0] == "CANCELLED" and each.restarts() == 0, each.said()
+        slurm.wait_for(lambda number=each.number: not slurm.tasks(number))
+        saved = checkpoint.number(checkpoint.latest(each.folder / "run"))
+        assert steps_done(each.folder / "run") == saved, each.said()
+
+
+def test_a_run_of_which_a_task_was_killed_goes_on_from_its_last_checkpoint(
+    slurm, job, train, straight
+):
+    """A rank that srun started; or torchrun, which torchrun on the other node cannot replace."""
+    jobs = both_stay(job, train, edit=begun_ago(hours=1))
+    for each in jobs:
+        killed = "torch.distributed.run" if each.script == TORCHRUN else "fsdp_train.py"
+        task = next(task for task in slurm.tasks(each.number) if killed in task.words[:3])
+        task.kill()
+        (each.folder / "go").touch()
+    for each in jobs:
+        assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 1, each.said()
+        assert each.resumes() and curve(each) == straight
+
+
+def test_a_run_whose_node_is_lost_goes_on_with_another_one(slurm, job, train, straight):
+    """SLURM ends what is left of the job and requeues it, whatever the script does meanwhile."""
+    each = job()
+    each.put("fsdp_train.py", STAYS)
+    train(each, SRUN)
+    each.stays()
+    node = each.nodes()[1]
+    slurm.lose(node)
+    (each.folder / "go").touch()
+    assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 1, each.said()
+    assert node not in each.nodes()
+    assert each.resumes() and curve(each) == straight
+    slurm.restore(node)
+
+
+def test_before_the_time_limit_a_run_saves_and_goes_on_later(begun, straight):
+    """The warning passes torchrun by. Without a user's options it comes three minutes before."""
+    for script in BOTH:
+        assert "\n#SBATCH --signal=USR1@180\n" in (ROOT / script).read_text()
+        each = begun[script]
+        each.wait_for(lambda each=each: each.restarts() > 0)
+        each.limit(60)
+        assert each.end() == ("COMPLETED", "0:0"), each.said()
+        assert each.resumes() and "stopping, as asked" in each.said()
+        assert curve(each) == straight
+
+
+# --------------------------------------------------------------------------------------------------
+# Containers
+
+# Apptainer is not there: it notes how it was called, and runs the command here.
+APPTAINER = """#!/usr/bin/env bash
+echo "apptainer got $*"
+until [[ $1 == *.sif ]]; do shift; done
+shift
+exec "${@#/opt/mpt/}"
+"""
+
+
+def test_ranks_run_in_a_container(slurm, job):
+    """With the commented settings of the scripts switched on: they come to the ranks."""
+    jobs = {}
+    for script, flag in itertools.product(BOTH, ["--rocm", "--nv"]):
+        each = jobs[flag, script] = job()
+        each.put("fsdp_train.py", "import os; print('index', os.environ['NCCL_IB_GID_INDEX'])")
+        find_program = 'while [ "$1" != fsdp_train.py ]; do shift; done'
+        each.put(".venv/bin/torchrun", f'#!/bin/sh\n{find_program}; exec PYTHON "$@"\n')
+        (each.folder / "bin").mkdir()
+        each.put("bin/apptainer", APPTAINER)
+        device = each.folder / "kfd"
+        if flag == "--rocm":
+            device.touch()
+        container = (ROOT / "slurm/container.sh").read_text().replace("/dev/kfd", str(device))
+
+        def edit(text, container=container):
+            text = re.sub(r"^# +(export \w+=.*)$", r"\1", text, flags=re.M)
+            return text.replace("source slurm/container.sh", container)
+
+        path = f"{each.folder}/bin:{slurm.environment['PATH']}"
+        each.submit(script, nodes=1, edit=edit, MPT_IMAGE="mpt.sif", PATH=path)
+    for (flag, _), each in jobs.items():
+        assert each.end() == ("COMPLETED", "0:0"), each.said()
+        command = f"exec {flag} --bind {each.folder} --pwd {each.folder} mpt.sif"
+        assert f"apptainer got {command}" in each.said() and "index 3\n" in each.said()
