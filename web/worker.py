@@ -375,7 +375,7 @@ class Worker:
         if has_ended(job):
             self.ended.add(job.id)
             return False
-        if len(self.claims) >= self.cfg.most:
+        if len(self.claims) >= self.cfg.most and not job.is_cancelled:  # which ends at once
             return False
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         lock = os.open(job.folder / "lock", flags, 0o644)

@@ -358,7 +358,7 @@ def test_the_story(place):
     worker = place.worker()
     wait_for(lambda: not pids_left(cancelled))
     place.wait_for_steps(moved, 1)
-    assert cancelled.state()["status"] == "cancelled"
+    wait_for(lambda: cancelled.state()["status"] == "cancelled")
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(PATIENCE) == 75
     assert place.status(moved) == "queued" and not pids_left(moved)

@@ -297,7 +297,7 @@ def test_the_whole_story(browser, place, tmp_path):
     first.get_by_text("finished", exact=True).wait_for()
     first.get_by_role("button", name="Try it").click()
 
-    page.get_by_label("Prompt", exact=True).last.fill(HOSTILE)
+    page.get_by_label("Prompt", exact=True).last.fill(f"{HOSTILE} it's")
     page.get_by_text("JSON schema").click()
     page.get_by_label("The answer conforms").fill(json.dumps(SCHEMA))
     page.locator("#model-b option", has_text="run").last.wait_for(state="attached")
@@ -307,7 +307,10 @@ def test_the_whole_story(browser, place, tmp_path):
     page.get_by_text("valid JSON").nth(1).wait_for()
     assert HOSTILE in page.locator(".answer").first.inner_text()
     page.get_by_role("button", name="Copy as curl").click()
-    assert "Bearer $KEY" in page.locator("#curl-text").inner_text()
+    command = page.locator("#curl-text").inner_text()
+    environment = {**os.environ, "KEY": KEY}
+    answered = subprocess.run(["bash", "-c", command], env=environment, stdout=subprocess.PIPE)
+    assert json.loads(answered.stdout)["model"] == made
 
     visit.open("runs")
     page.get_by_label("Choose base").check()
