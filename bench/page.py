@@ -187,7 +187,7 @@ def train_runs(folder: str) -> None:
 
 def take_picture(chromium, url: str, path: str) -> None:
     """Show the curves of all runs, and write a PNG."""
-    page = chromium.new_page(viewport={"width": 1280, "height": 870})
+    page = chromium.new_page(viewport={"width": 1280, "height": 820})
     page.goto(f"{url}/#runs")
     boxes = page.locator("#run-table tbody input")
     boxes.nth(2).wait_for()
