@@ -6,6 +6,7 @@ python("--lr=1e-3")          the same as a plain process
 refusal(function, x)         the line with which function(x) refuses x
 byte_level("th")             a tokenizer of Hugging Face's, of the bytes and "th"
 alone()                      the words that start a command where no network is
+slurm.sbatch(...)            a job of a real SLURM
 store.url, store.proxy       an address in a real S3 server, and the faults on the way to it
 """
 
@@ -351,6 +352,17 @@ def store(store_port, monkeypatch):
     url = f"s3://{store_server.BUCKET}/{secrets.token_hex(4)}"
     yield types.SimpleNamespace(url=url, proxy=proxy, variables=variables)
     proxy.stop()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory):
+    """A SLURM of ten nodes on this machine, started when a test asks for it: slurm_cluster.py."""
+    import slurm_cluster
+
+    if reason := slurm_cluster.missing():
+        pytest.skip(reason)
+    with slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -1,95 +1,83 @@
-"""slurm/train.sbatch and slurm/train_srun.sbatch, with stand-ins for SLURM's commands.
+"""slurm/train.sbatch and slurm/train_srun.sbatch, submitted to a real SLURM (slurm_cluster.py).
 
-The stand-in for srun starts the tasks of all nodes on this machine, with the variables that SLURM
-sets; it passes signals on to them, and reports the highest of their exit statuses. torchrun and
-fsdp_train.py are real.
+sbatch gets the scripts as users give them to it. Changed are the number of GPUs, the network's
+interface, and the time limit. torchrun and fsdp_train.py are real, except where a test says so.
 """
 
-import contextlib
-import functools
-import os
-import random
+import collections
+import itertools
+import json
 import re
-import signal
-import socket
-import subprocess
 import sys
+import time
 
 import pytest
-from conftest import PATIENCE, ROOT, clean_environment, flags_for
-from launches import FLAGS, wait_for
+from conftest import PATIENCE, ROOT, flags_for
+from launches import FLAGS
 
+import checkpoint
 from lessons.elastic import steps_done
 from lifecycle import runlog
 
+pytestmark = pytest.mark.slow
+
 TORCHRUN, SRUN = "slurm/train.sbatch", "slurm/train_srun.sbatch"
-BOTH = pytest.mark.parametrize("script", [TORCHRUN, SRUN])
-TINY = [*FLAGS, "--max_steps=30"]
+BOTH = [TORCHRUN, SRUN]
+TINY = [*FLAGS, "--max_steps=30", "--save_interval=4"]
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
-STAND_INS = {
-    "srun": """#!PYTHON
-import os, re, signal, subprocess, sys
-words = sys.argv[1:]
-while words[0].startswith("--"):
-    print("srun got", words.pop(0), flush=True)
-nodes, tasks_per_node = int(os.environ["SLURM_NNODES"]), int(os.environ["TASKS_PER_NODE"])
-tasks = []
-for rank in range(nodes * tasks_per_node):
-    node, local_rank = divmod(rank, tasks_per_node)
-    of_task = {"SLURM_PROCID": rank, "SLURM_NODEID": node, "SLURM_LOCALID": local_rank}
-    of_task |= {"SLURM_NTASKS": nodes * tasks_per_node, "SLURM_STEP_ID": 0}
-    env = os.environ | {name: str(value) for name, value in of_task.items()}
-    tasks.append(subprocess.Popen(words, env=env, start_new_session=True))
-# SLURM may send the warning to the whole process group of each task.
-signal.signal(signal.SIGUSR1, lambda number, frame: [os.killpg(task.pid, number) for task in tasks])
-signal.signal(signal.SIGTERM, lambda number, frame: [task.send_signal(number) for task in tasks])
-status = [task.wait() for task in tasks]
-sys.exit(max(s if s >= 0 else 128 - s for s in status))
-""",
-    "scontrol": """#!/usr/bin/env bash
-case $1 in
-show) [[ "$*" == "show hostnames node[1-2]" ]] && printf 'localhost\\nlocalhost\\n' ;;
-*) echo "$@" >>scontrol.log ;;
-esac
-""",
-    "apptainer": """#!/usr/bin/env bash
-echo "apptainer got $*"
-until [[ $1 == *.sif ]]; do shift; done
-shift
-exec "${@#/opt/mpt/}"
-""",
-    ".venv/bin/torchrun": """#!/usr/bin/env bash
-exec PYTHON -m torch.distributed.run "$@"
-""",
-    ".venv/bin/python": """#!/usr/bin/env bash
-exec PYTHON "$@"
-""",
+PROGRAMS = {
+    ".venv/bin/torchrun": '#!/bin/sh\nexec PYTHON -m torch.distributed.run "$@"\n',
+    ".venv/bin/python": '#!/bin/sh\nexec PYTHON "$@"\n',
 }
+# Training that stays in one step, the first from the sixth on that finds a checkpoint, until it is
+# asked to stop or there is a file `go`: so a test need not hurry. A launch that resumes does not.
+STAYS = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from lifecycle import stopping
+stopping.while_loading(sys.argv[1:])
+import os, time
+from pathlib import Path
+import checkpoint, fsdp_train, processes
 
+class Signals(stopping.Signals):
+    def __init__(self):
+        super().__init__()
+        made.append(self)
 
-def free_port() -> int:
-    """A port from the range that both scripts take theirs from."""
-    for port in random.sample(range(20000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
+def train_step(model, optimizer, rows, step, *rest):
+    steps.append(step)
+    if os.environ["RANK"] == "0" and steps[0] == 0 and step >= 5:
+        stay()
+    return one_step(model, optimizer, rows, step, *rest)
+
+def stay():
+    if not checkpoint.latest("run"):
+        time.sleep(0.5)  # it becomes complete between two steps
+        return
+    Path("stays").touch()
+    while not made[0].stop_signal and not os.path.exists("go"):
+        time.sleep(0.05)
+
+made, steps = [], []
+one_step, fsdp_train.train_step = fsdp_train.train_step, train_step
+stopping.Signals = Signals
+processes.run(fsdp_train.main)
+"""
 
 
 class Job:
-    """A job of SLURM: `submit(...)` starts a script, `end()` waits for its exit status."""
+    """A job of SLURM, in a folder of its own that looks like the project's."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.log = folder / "job.log"
-        self.scontrol = folder / "scontrol.log"
+    def __init__(self, slurm, folder):
+        self.slurm, self.folder = slurm, folder
         (folder / ".venv/bin").mkdir(parents=True)
-        (folder / "bin").mkdir()
-        for name, text in STAND_INS.items():
-            self.put(name if "/" in name else f"bin/{name}", text)
+        for name, text in PROGRAMS.items():
+            self.put(name, text)
         rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
         for path in [*ROOT.glob("*.py"), *rooms, ROOT / "slurm"]:
             (folder / path.name).symlink_to(path)
-        self.id = str(free_port() - 20000)  # both scripts use the port 20000 + job number % 12000
 
     def put(self, name, text) -> None:
         """Put a program in place of the one that the script starts."""
@@ -98,238 +86,329 @@ class Job:
         path.write_text(text.replace("PYTHON", sys.executable))
         path.chmod(0o755)
 
-    def submit(self, script, *args, nodes=1, ranks_per_node=2, edit=lambda text: text, **variables):
-        """Start a script on `nodes` nodes. edit: changes its text first."""
+    def submit(self, script, *args, nodes=2, ranks_per_node=1, edit=lambda text: text, **more):
+        """sbatch. edit: changes the script first. more: `options` of sbatch, and variables."""
+        self.script = script
         text = edit((ROOT / script).read_text())
         text = text.replace("--nproc_per_node 8", f"--nproc_per_node {ranks_per_node}")
         text = text.replace("=hsn0", "=lo")  # gloo fails if there is no such interface
-        (self.folder / "job.sbatch").write_text(text)  # SLURM runs a copy, too
-
-        tasks_per_node = 1 if script == TORCHRUN else ranks_per_node
-        slurm = {"SLURM_JOB_ID": self.id, "SLURM_JOB_NODELIST": "node[1-2]"}
-        slurm |= {"SLURM_NNODES": str(nodes), "SLURM_CPUS_PER_TASK": "3"}
-        slurm |= {"TASKS_PER_NODE": str(tasks_per_node)}
-        path = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
-        options = {"cwd": self.folder, "env": clean_environment() | slurm | path | variables}
-        command = ["bash", "job.sbatch", *map(str, args)]
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, **options
-            )
-
-    def end(self) -> int:
-        """The exit status."""
-        return self.process.wait(PATIENCE)
+        (self.folder / "job.sbatch").write_text(text)
+        tasks = 1 if script == TORCHRUN else ranks_per_node
+        options = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", *more.pop("options", [])]
+        words = [*options, "job.sbatch", *map(str, args)]
+        self.number = self.slurm.sbatch(*words, cwd=self.folder, **more)
+        return self
 
     def said(self) -> str:
         """The log."""
-        return self.log.read_text()
+        path = self.folder / f"mpt-{self.number}.log"
+        return path.read_text() if path.exists() else ""
+
+    def shown(self) -> dict[str, str]:
+        return self.slurm.job(self.number)
+
+    def restarts(self) -> int:
+        return int(self.shown()["Restarts"])
+
+    def nodes(self) -> list[str]:
+        """Its nodes. The first one has the script."""
+        shown = self.slurm.run("scontrol", "show", "hostnames", self.shown()["NodeList"])
+        return shown.stdout.split()
+
+    def end(self) -> tuple[str, str]:
+        """Wait for it. How it ended, and its exit status: ("FAILED", "2:0")."""
+        self.slurm.wait_for(lambda: self.shown()["JobState"] in ENDED)
+        shown = self.shown()
+        return shown["JobState"], shown["ExitCode"]
 
     def wait_for(self, condition) -> None:
-        """Wait until it holds, or the job ends."""
-        wait_for(lambda: condition() or self.process.poll() is not None)
-        assert condition(), self.said()
+        """Wait until it holds. The job must not end before."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            ended = self.shown()["JobState"] in ENDED
+            assert (not ended or condition()) and time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
 
-    def signal(self, number) -> None:
-        """Send a signal to srun's tasks, as SLURM does, and not to the script."""
-        command = ["pgrep", "-P", str(self.process.pid)]
-        srun = subprocess.run(command, capture_output=True, text=True, check=True)
-        os.kill(int(srun.stdout), number)
+    def stays(self) -> None:
+        """Wait until its run does (see STAYS)."""
+        self.wait_for((self.folder / "stays").exists)
+        return self
 
-    def requeued(self) -> int:
-        """How many times the job was requeued."""
-        lines = self.scontrol.read_text().splitlines() if self.scontrol.exists() else []
-        assert set(lines) <= {f"requeue {self.id}"}
-        return len(lines)
+    def resumes(self) -> bool:
+        """Has its run gone on from a checkpoint?"""
+        return "resuming from run/checkpoints/step-" in self.said()
+
+    def limit(self, minutes: int) -> None:
+        """Set its time limit, if it has not ended."""
+        words = ["scontrol", "update", f"jobid={self.number}", f"timelimit={minutes}"]
+        self.slurm.run(*words, check=False)
+
+    def scancel(self, *words) -> None:
+        self.slurm.run("scancel", *words, self.number)
+
+
+@pytest.fixture(scope="module")
+def train(tiny_data):
+    """`train(job, script)` submits a run of 30 steps, on two nodes with a rank each."""
+    flags = [*TINY, *flags_for(tiny_data), "--run_dir=run"]
+    return lambda job, script, **more: job.submit(script, *flags, **more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun(slurm, train, tmp_path_factory):
+    """Runs that take their time while the tests go on: one without a break, by neither; and by both
+    scripts one that SLURM will warn within a minute, since its time limit comes near."""
+    jobs = {name: Job(slurm, tmp_path_factory.mktemp("begun")) for name in ("unbroken", *BOTH)}
+    train(jobs["unbroken"], SRUN)
+    for script in BOTH:
+        jobs[script].put("fsdp_train.py", STAYS)
+        train(jobs[script], script, options=["--time=60", "--signal=USR1@30"])
+    for script in BOTH:
+        jobs[script].stays()
+        hours, minutes, seconds = map(int, jobs[script].shown()["RunTime"].split(":"))
+        jobs[script].limit(60 * hours + minutes + (1 if seconds < 30 else 2))
+    yield jobs
+    for each in jobs.values():
+        each.scancel()
+
+
+@pytest.fixture(scope="module")
+def straight(begun):
+    """The curve of the unbroken run."""
+    each = begun["unbroken"]
+    assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 0, each.said()
+    return curve(each)
+
+
+def curve(job) -> list:
+    keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
+    return [[row.get(key) for key in keys] for row in runlog.read(job.folder / "run")]
 
 
 @pytest.fixture
-def job(tmp_path):
-    made = Job(tmp_path)
-    yield made
-    if made.process.poll() is None:
-        os.killpg(made.process.pid, signal.SIGTERM)  # torchrun ends its workers
-        made.process.wait(PATIENCE)
+def job(slurm, tmp_path):
+    """`job()`: a new one. At the end it is cancelled if it still runs."""
+    made = []
+
+    def new() -> Job:
+        made.append(Job(slurm, tmp_path / str(len(made))))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.scancel()
+    for each in made:
+        each.end()
 
 
 # --------------------------------------------------------------------------------------------------
 # Ranks
 
 WHO = """
-import os
+import json, os
 import processes
 
 def main(argv):
     world = processes.start("cpu")
-    rank = f"{world.global_rank}/{world.global_size} {world.local_rank}/{world.local_size}"
-    threads = os.environ["OMP_NUM_THREADS"]
-    print(f"{rank} {threads} {argv}\\n", end="", flush=True)
+    place = world.global_rank, world.global_size, world.local_rank, world.local_size
+    names = "SLURM_CPUS_PER_TASK OMP_NUM_THREADS TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    variables = [os.environ.get(name) for name in names.split()]
+    answer = json.dumps([place, os.environ["SLURMD_NODENAME"], variables, argv])
+    print(f"rank {answer}\\n", end="", flush=True)
 
 processes.run(main)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script, threads", [(TORCHRUN, 8), (SRUN, 3)])
-def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
+def test_each_rank_knows_its_place_on_two_nodes(job):
     """The four processes really join: processes.start returns when all have joined."""
-    job.put("fsdp_train.py", WHO)
-    job.submit(script, "configs/a.py", "--run_dir=with space", nodes=2)
-    assert job.end() == 0, job.said()
-    answers = re.findall(r"^(\d/\d \d/\d) (\d+) (.*)$", job.said(), re.M)
-    argv = "['configs/a.py', '--run_dir=with space']"
-    ranks = [f"{rank}/4 {rank % 2}/2" for rank in range(4)]
-    assert sorted(answers) == [(rank, str(threads), argv) for rank in ranks]
-    assert "srun got --cpus-per-task=3" in job.said() and job.requeued() == 0
+    argv = ["configs/a.py", "--run_dir=with space"]
+    jobs = {script: job() for script in BOTH}
+    for script, each in jobs.items():
+        each.put("fsdp_train.py", WHO)
+        each.submit(script, *argv, ranks_per_node=2)
+    of_script = {TORCHRUN: ["64", "8", "1"], SRUN: ["7", "7", None]}
+    for script, each in jobs.items():
+        assert each.end() == ("COMPLETED", "0:0"), each.said()
+        ranks = [json.loads(line) for line in re.findall(r"^rank (.*)$", each.said(), re.M)]
+        assert sorted(place for place, *_ in ranks) == [[n, 4, n % 2, 2] for n in range(4)]
+        nodes = collections.Counter(node for _, node, *_ in ranks)
+        assert sorted(nodes.values()) == [2, 2]
+        assert all(rest == [of_script[script], argv] for _, _, *rest in ranks)
 
 
 # --------------------------------------------------------------------------------------------------
 # How it ends
 
-
-FIRST_FAILS = "import os; os._exit({status} if os.environ['SLURM_PROCID'] == '0' else 0)"
-
-
-@BOTH
-@pytest.mark.parametrize("status", [0, 1, 2, 75, 134, 137])
-@pytest.mark.parametrize("hours", [0, 1])
-def test_only_a_run_that_asks_for_it_or_was_under_way_is_started_again(job, script, status, hours):
-    """A rank that is killed right after the start, as for lack of memory, would be so again.
-
-    134: SIGABRT, as of NCCL's watchdog; torchrun would say 1. 137: SIGKILL, of torchrun itself or
-    of a rank that srun started. SECONDS: as if it began an hour ago.
-    """
-    job.put("fsdp_train.py", FIRST_FAILS.format(status=status))
-    job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
-    begun = f"status=0\nSECONDS={3600 * hours}\n"
-    job.submit(script, edit=lambda text: text.replace("status=0\n", begun))
-    assert job.end() == status, job.said()
-    killed = status == 137 or (status == 134 and script == SRUN)
-    assert job.requeued() == (status == 75 or (killed and hours > 0))
+FAILS = """
+import os, signal
+first = os.environ["SLURM_PROCID"] == "0" and "SLURM_RESTART_COUNT" not in os.environ
+how = os.environ["HOW"] if first else "0"
+if how.isdigit():
+    os._exit(int(how))
+os.kill(os.getpid(), getattr(signal, how))
+"""
+# How the first task ends -> the exit status of the job. SIGABRT: as of NCCL's watchdog. SIGKILL: of
+# torchrun itself, or of a rank that srun started.
+HOW = {"0": 0, "1": 1, "2": 2, "75": 75, "SIGABRT": 134, "SIGKILL": 137}
 
 
-WORKER = """
-import os, signal, sys, time
+def begun_ago(hours):
+    """What changes a script so that it believes to have begun that long ago."""
+    return lambda text: text.replace("status=0\n", f"status=0\nSECONDS={3600 * hours}\n", 1)
 
-def note(number, frame):
-    global got
-    got = number
-    print(f"worker got {signal.Signals(number).name}\\n", end="", flush=True)
 
-got = None
-signal.signal(signal.SIGUSR1, note)
-signal.signal(signal.SIGTERM, note)
+def test_only_a_run_that_asks_for_it_or_was_under_way_is_started_again(job):
+    """A rank that is killed right after the start, as for lack of memory, would be so again."""
+    jobs = {}
+    for script, how, hours in itertools.product(BOTH, HOW, [0, 1]):
+        each = jobs[script, how, hours] = job()
+        each.put("fsdp_train.py", FAILS)
+        each.put(".venv/bin/torchrun", f"#!PYTHON\n{FAILS}")
+        each.submit(script, nodes=1, ranks_per_node=2, edit=begun_ago(hours), HOW=how)
+    ends = {key: (*each.end(), each.restarts()) for key, each in jobs.items()}
+    expected = {}
+    for script, how, hours in jobs:
+        killed = how == "SIGKILL" or (how == "SIGABRT" and script == SRUN)
+        if how == "0" or how == "75" or (killed and hours):
+            expected[script, how, hours] = ("COMPLETED", "0:0", int(how != "0"))
+        else:
+            expected[script, how, hours] = ("FAILED", f"{HOW[how]}:0", 0)
+    assert ends == expected
+
+
+FINISHES = """
+import signal, time
+got = []
+signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
 print("worker starts\\n", end="", flush=True)
-begin = time.monotonic()
-while not got and time.monotonic() < begin + 60:
+while not got:
     time.sleep(0.05)
-"""
-LEAVES = """
-time.sleep(0.5)  # saves
-if os.environ["LOCAL_RANK"] == "0":
-    os.kill(os.getppid(), signal.SIGTERM)  # as stopping.leave
-sys.exit(75)
+print("worker was warned\\n", end="", flush=True)
 """
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_warning_goes_past_torchrun_to_its_workers(job, nodes):
-    """SLURM restarts them, not torchrun, which has three restarts left."""
-    job.put("fsdp_train.py", WORKER + LEAVES)
-    job.submit(TORCHRUN, nodes=nodes)
-    job.wait_for(lambda: job.said().count("worker starts") == 2 * nodes)
-    job.signal(signal.SIGUSR1)
-    assert job.end() == 75, job.said()
-    assert job.requeued() == 1
-    assert job.said().count("worker got SIGUSR1") == job.said().count("worker starts") == 2 * nodes
-    assert "got signal: 15" in job.said()  # from torchrun, so it was still running
-
-
-@pytest.mark.slow
 def test_a_run_that_finishes_in_spite_of_the_warning_is_not_started_again(job):
-    job.put("fsdp_train.py", WORKER)
-    job.submit(TORCHRUN)
-    job.wait_for(lambda: job.said().count("worker starts") == 2)
-    job.signal(signal.SIGUSR1)
-    assert (job.end(), job.requeued()) == (0, 0), job.said()
+    each = job()
+    each.put("fsdp_train.py", FINISHES)
+    each.submit(TORCHRUN, nodes=1, ranks_per_node=2)
+    each.wait_for(lambda: each.said().count("worker starts") == 2)
+    each.scancel("--signal=USR1")
+    assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 0, each.said()
+    assert each.said().count("worker was warned") == 2
 
 
-@pytest.mark.slow
-def test_a_job_that_is_cancelled_saves_and_is_not_started_again(job):
-    """SIGTERM is passed on like the warning: torchrun itself would kill the workers after 30 s."""
-    job.put("fsdp_train.py", WORKER + LEAVES)
-    job.submit(TORCHRUN)
-    job.wait_for(lambda: job.said().count("worker starts") == 2)
-    job.signal(signal.SIGTERM)
-    assert job.end() not in (0, 75) and job.requeued() == 0, job.said()
-    assert job.said().count("worker got SIGUSR1") == job.said().count("worker starts") == 2
-
-
-@pytest.mark.slow
 def test_torchrun_starts_failed_workers_three_times(job):
-    job.put("fsdp_train.py", "print('worker starts\\n', end=''); raise SystemExit(75)")
-    job.submit(TORCHRUN, ranks_per_node=1)
-    assert (job.end(), job.requeued()) == (1, 0), job.said()
-    assert job.said().count("worker starts") == 4
-
-
-@pytest.mark.slow
-@BOTH
-def test_a_real_run_is_warned_and_goes_on_as_if_it_had_not_been(job, script, tiny_data):
-    args = [*TINY, *flags_for(tiny_data)]
-    one_thread = functools.partial(re.sub, "OMP_NUM_THREADS=.*", "OMP_NUM_THREADS=1")
-    job.submit(script, *args, "--run_dir=straight", edit=one_thread)
-    assert job.end() == 0, job.said()
-    job.submit(script, *args, "--run_dir=warned", edit=one_thread)
-    job.wait_for(lambda: steps_done(job.folder / "warned") >= 5)
-    job.signal(signal.SIGUSR1)
-    assert job.end() == 75 and job.requeued() == 1, job.said()
-    job.submit(script, *args, "--run_dir=warned", edit=one_thread)
-    assert job.end() == 0 and "resuming from" in job.said() and job.requeued() == 1, job.said()
-    straight, warned = (runlog.read(job.folder / name) for name in ("straight", "warned"))
-    keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
-    expected = [[row.get(key) for key in keys] for row in straight]
-    assert [[row.get(key) for key in keys] for row in warned] == expected
+    each = job()
+    each.put("fsdp_train.py", "print('worker starts\\n', end=''); raise SystemExit(75)")
+    each.submit(TORCHRUN, nodes=1)
+    assert each.end() == ("FAILED", "1:0") and each.restarts() == 0, each.said()
+    assert each.said().count("worker starts") == 4
 
 
 # --------------------------------------------------------------------------------------------------
-# The text of the scripts
+# Real runs
 
 
-def uncommented(text) -> str:
-    """The script with its commented alternatives switched on."""
-    return re.sub(r"^# +(export \w+=.*)$", r"\1", text, flags=re.M)
+def both_stay(job, train, **more) -> list[Job]:
+    """A run by each script that stays in a step, with an earlier checkpoint."""
+    jobs = [job() for _ in BOTH]
+    for script, each in zip(BOTH, jobs, strict=True):
+        each.put("fsdp_train.py", STAYS)
+        train(each, script, **more)
+    for each in jobs:
+        each.stays()
+    return jobs
 
 
-@BOTH
-@pytest.mark.parametrize("flag", ["--rocm", "--nv"])
-def test_ranks_run_in_a_container(job, script, flag):
-    job.put("fsdp_train.py", "import os; print(os.environ['NCCL_IB_GID_INDEX'])")
-    find_program = 'while [ "$1" != fsdp_train.py ]; do shift; done'
-    job.put(".venv/bin/torchrun", f'#!/bin/sh\n{find_program}; exec PYTHON "$@"\n')
-    container = (ROOT / "slurm/container.sh").read_text()
-    device = job.folder / "kfd"
-    if flag == "--rocm":
-        device.touch()
-    here = container.replace("/dev/kfd", str(device))
-    job.submit(
-        script,
-        edit=lambda text: uncommented(text).replace("source slurm/container.sh", here),
-        MPT_IMAGE="mpt.sif",
-    )
-    assert job.end() == 0, job.said()
-    command = f"exec {flag} --bind {job.folder} --pwd {job.folder} mpt.sif"
-    assert f"apptainer got {command}" in job.said()
-    assert "\n3\n" in job.said()
+def test_a_job_that_is_cancelled_saves_and_is_not_started_again(slurm, job, train):
+    """torchrun itself would kill its workers 30 s after SIGTERM."""
+    jobs = both_stay(job, train)
+    for each in jobs:
+        each.scancel()
+    for each in jobs:
+        assert each.end()[0] == "CANCELLED" and each.restarts() == 0, each.said()
+        slurm.wait_for(lambda number=each.number: not slurm.tasks(number))
+        saved = checkpoint.number(checkpoint.latest(each.folder / "run"))
+        assert steps_done(each.folder / "run") == saved, each.said()
 
 
-@BOTH
-def test_the_header_lets_slurm_warn_and_start_again(script):
-    header = re.findall(r"^#SBATCH (\S+)$", (ROOT / script).read_text(), re.M)
-    expected = {"--requeue", "--signal=USR1@180", "--open-mode=append", "--output=%x-%j.log"}
-    assert expected <= set(header)
+def test_a_run_of_which_a_task_was_killed_goes_on_from_its_last_checkpoint(
+    slurm, job, train, straight
+):
+    """A rank that srun started; or torchrun, which torchrun on the other node cannot replace."""
+    jobs = both_stay(job, train, edit=begun_ago(hours=1))
+    for each in jobs:
+        killed = "torch.distributed.run" if each.script == TORCHRUN else "fsdp_train.py"
+        task = next(task for task in slurm.tasks(each.number) if killed in task.words[:3])
+        task.kill()
+        (each.folder / "go").touch()
+    for each in jobs:
+        assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 1, each.said()
+        assert each.resumes() and curve(each) == straight
 
 
-def test_ranks_of_torchrun_do_not_share_a_store():
-    of_torchrun = (ROOT / TORCHRUN).read_text()
-    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in of_torchrun  # see test_hosts.py
+def test_a_run_whose_node_is_lost_goes_on_with_another_one(slurm, job, train, straight):
+    """SLURM ends what is left of the job and requeues it, whatever the script does meanwhile."""
+    each = job()
+    each.put("fsdp_train.py", STAYS)
+    train(each, SRUN)
+    each.stays()
+    node = each.nodes()[1]
+    slurm.lose(node)
+    (each.folder / "go").touch()
+    assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 1, each.said()
+    assert node not in each.nodes()
+    assert each.resumes() and curve(each) == straight
+    slurm.restore(node)
+
+
+def test_before_the_time_limit_a_run_saves_and_goes_on_later(begun, straight):
+    """The warning passes torchrun by. Without a user's options it comes three minutes before."""
+    for script in BOTH:
+        assert "\n#SBATCH --signal=USR1@180\n" in (ROOT / script).read_text()
+        each = begun[script]
+        each.wait_for(lambda each=each: each.restarts() > 0)
+        each.limit(60)
+        assert each.end() == ("COMPLETED", "0:0"), each.said()
+        assert each.resumes() and "stopping, as asked" in each.said()
+        assert curve(each) == straight
+
+
+# --------------------------------------------------------------------------------------------------
+# Containers
+
+# Apptainer is not there: it notes how it was called, and runs the command here.
+APPTAINER = """#!/usr/bin/env bash
+echo "apptainer got $*"
+until [[ $1 == *.sif ]]; do shift; done
+shift
+exec "${@#/opt/mpt/}"
+"""
+
+
+def test_ranks_run_in_a_container(slurm, job):
+    """With the commented settings of the scripts switched on: they come to the ranks."""
+    jobs = {}
+    for script, flag in itertools.product(BOTH, ["--rocm", "--nv"]):
+        each = jobs[flag, script] = job()
+        each.put("fsdp_train.py", "import os; print('index', os.environ['NCCL_IB_GID_INDEX'])")
+        find_program = 'while [ "$1" != fsdp_train.py ]; do shift; done'
+        each.put(".venv/bin/torchrun", f'#!/bin/sh\n{find_program}; exec PYTHON "$@"\n')
+        (each.folder / "bin").mkdir()
+        each.put("bin/apptainer", APPTAINER)
+        device = each.folder / "kfd"
+        if flag == "--rocm":
+            device.touch()
+        container = (ROOT / "slurm/container.sh").read_text().replace("/dev/kfd", str(device))
+
+        def edit(text, container=container):
+            text = re.sub(r"^# +(export \w+=.*)$", r"\1", text, flags=re.M)
+            return text.replace("source slurm/container.sh", container)
+
+        path = f"{each.folder}/bin:{slurm.environment['PATH']}"
+        each.submit(script, nodes=1, edit=edit, MPT_IMAGE="mpt.sif", PATH=path)
+    for (flag, _), each in jobs.items():
+        assert each.end() == ("COMPLETED", "0:0"), each.said()
+        command = f"exec {flag} --bind {each.folder} --pwd {each.folder} mpt.sif"
+        assert f"apptainer got {command}" in each.said() and "index 3\n" in each.said()

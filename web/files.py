@@ -210,6 +210,7 @@ def add_files(app: FastAPI, service) -> None:
     """OpenAI's endpoints about files. service: see web/completions.py."""
     finetuning = service.finetuning
     folder = finetuning.folder / "files"
+    add_listing(app, folder)
     one_at_a_time = asyncio.Lock()  # checking takes a processor
 
     @app.post("/v1/files", max_body_size=finetuning.upload_bytes)
@@ -232,6 +233,10 @@ def add_files(app: FastAPI, service) -> None:
                 return keep(given, finetuning, template)
         except WrongLines as error:
             raise refusal_of(error.lines) from error
+
+
+def add_listing(app: FastAPI, folder: Path) -> None:
+    """The endpoints about files that are here."""
 
     @app.get("/v1/files")
     def listed(

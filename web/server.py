@@ -3,6 +3,8 @@
     SIGTERM, Ctrl-C         no new connections; requests that are open go on
     after `drain_seconds`   texts that still run end with an error in their answer
     then                    connections close, the process ends with status 0
+    a second signal         texts end at once
+    a third one             the process ends at once
 
 Uvicorn alone would cut open answers, and tell the application only afterwards. It also waits for
 ever for a request's head: a client that never sends one is cut off here.
@@ -11,6 +13,7 @@ ever for a request's head: a client that never sends one is cut off here.
 import asyncio
 import errno
 import json
+import os
 import sys
 import threading
 from functools import partial
@@ -105,6 +108,7 @@ class Server(uvicorn.Server):
         self.service = service
         self.drain_seconds = drain_seconds
         self.ready = ready
+        self.n_signals = 0  # SIGTERM or Ctrl-C
         self.is_full = False  # all files were open once, and a line has said so
 
     async def startup(self, sockets=None) -> None:
@@ -125,12 +129,13 @@ class Server(uvicorn.Server):
             print("all files are open: raise ulimit -n for more clients", file=sys.stderr)
 
     def handle_exit(self, sig: int, frame) -> None:
-        """Begin to drain. A second signal ends at once."""
+        """Begin to drain, or end sooner what is draining."""
         self.should_exit = True
-        if self.service.is_draining:
-            self.force_exit = True
-            return
+        self.n_signals += 1
+        if self.n_signals > 2:
+            os._exit(1)  # the engine's thread may be inside PyTorch: an ordinary end would abort
         self.service.is_draining = True
-        print(f"draining for up to {self.drain_seconds:g} s", file=sys.stderr, flush=True)
-        drain = partial(self.service.drain, self.drain_seconds)
+        seconds = self.drain_seconds if self.n_signals == 1 else 0
+        print(f"draining for up to {seconds:g} s", file=sys.stderr, flush=True)
+        drain = partial(self.service.drain, seconds)
         threading.Thread(target=drain, daemon=True).start()

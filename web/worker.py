@@ -375,7 +375,7 @@ class Worker:
         if has_ended(job):
             self.ended.add(job.id)
             return False
-        if len(self.claims) >= self.cfg.most:
+        if len(self.claims) >= self.cfg.most and not job.is_cancelled:  # which ends at once
             return False
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         lock = os.open(job.folder / "lock", flags, 0o644)
@@ -465,7 +465,8 @@ class Worker:
         if deaths == MOST_DEATHS:
             return self.fail(job, f"the training died {deaths} times, the last words: {reason}")
         if restarts > MOST_RESTARTS:
-            return self.fail(job, f"the training was started {restarts} times again: {reason}")
+            asked = f"the training asked {restarts} times to be started again"
+            return self.fail(job, f"{asked}, the last words: {reason}")
         how = "died" if is_death else "asked to be started again"
         job.add_event(f"The training {how} ({reason}): it is restarted", "warn")
         self.start(job)

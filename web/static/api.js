@@ -109,6 +109,7 @@ export class Poll {
     this.task = task;
     this.timer = null;
     this.isOn = false;
+    this.isBusy = false;
   }
 
   start() {
@@ -123,16 +124,18 @@ export class Poll {
   }
 
   async turn() {
-    if (!document.hidden) {
-      try {
-        await this.task();
-        say(byId("notice"), "");
-      } catch (error) {
-        if (!(error instanceof Failure)) throw error;
-        say(byId("notice"), error.message);
-      }
+    if (this.isBusy) return;
+    this.isBusy = true;
+    try {
+      if (!document.hidden) await this.task();
+      say(byId("notice"), "");
+    } catch (error) {
+      if (!(error instanceof Failure)) throw error;
+      say(byId("notice"), error.message);
+    } finally {
+      this.isBusy = false;
+      clearTimeout(this.timer);
+      if (this.isOn) this.timer = setTimeout(() => this.turn(), this.milliseconds);
     }
-    clearTimeout(this.timer);
-    if (this.isOn) this.timer = setTimeout(() => this.turn(), this.milliseconds);
   }
 }

@@ -51,7 +51,7 @@ function sortBy(task) {
 }
 
 function body(rows) {
-  const value = (row, task) => row.scores[task]?.score ?? -Infinity;
+  const value = (row, task) => (row.scores[task] ? merit(row.scores[task]) : -Infinity);
   const best = answer.tasks.map((task) => Math.max(...rows.map((row) => value(row, task))));
   const isBetter = (a, b) => value(b, sortedBy) - value(a, sortedBy);
   const sorted = sortedBy ? [...rows].sort(isBetter) : rows;
@@ -62,21 +62,28 @@ function body(rows) {
   return el("tbody", {}, baselines(rows), lines);
 }
 
-// The line of what guessing reaches.
+// The line of what guessing reaches, or what the base had before its finetuning.
 function baselines(rows) {
   const cells = answer.tasks.map((task) => {
     const known = rows.map(({ scores: of }) => of[task]?.baseline);
     const baseline = known.find((one) => one !== null && one !== undefined);
     return el("td", { class: "number" }, baseline === undefined ? NOTHING : baseline.toFixed(3));
   });
-  return el("tr", { class: "baseline" }, el("th", { scope: "row" }, "guessing"), cells);
+  return el("tr", { class: "baseline" }, el("th", { scope: "row" }, "baseline"), cells);
 }
+
+// Larger is better: of nats per token the negative.
+const merit = ({ score, measure }) => (measure === "accuracy" ? score : -score);
 
 function scoreCell(one, best) {
   if (!one) return el("td", { class: "number" }, NOTHING);
-  const isBest = one.score === best;
-  const isGuess = one.baseline !== null && one.score <= one.baseline;
-  const title = `${plural(one.n, "question")}${isGuess ? "; no better than guessing" : ""}`;
+  const isBest = merit(one) === best;
+  const isGuess = one.baseline !== null && merit(one) <= merit({ ...one, score: one.baseline });
+  const title = [
+    one.measure === "accuracy" ? one.measure : `${one.measure}: less is better`,
+    ...(one.n === null ? [] : [plural(one.n, "question")]),
+    ...(isGuess ? ["no better than the baseline"] : []),
+  ].join("; ");
   const text = `${isBest ? "★ " : ""}${one.score.toFixed(3)}`;
   const kind = `number ${isBest ? "best" : ""} ${isGuess ? "guess" : ""}`;
   return el("td", { class: kind, title }, text);

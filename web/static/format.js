@@ -2,6 +2,10 @@
 
 export const NOTHING = "–";
 
+const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
 // 3.142, 0.0123, 1.2e-5, 12,345; a dash for what is not known.
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NOTHING;
@@ -9,22 +13,20 @@ export function number(value) {
   if (value === 0) return "0";
   if (size >= 10_000) return whole(value);
   if (size < 1e-3) return value.toExponential(2).replace("e-", "e−");
-  return value.toLocaleString("en", { maximumSignificantDigits: 4 });
+  return DIGITS.format(value);
 }
 
 // A whole number with its thousands apart.
 export function whole(value) {
   if (value === null || value === undefined) return NOTHING;
-  return (Math.round(value) || 0).toLocaleString("en"); // never -0
+  return WHOLE.format(Math.round(value) || 0); // never -0
 }
 
 // 6.65B, 130M
-export const compact = (value) => value.toLocaleString("en", {
-  notation: "compact", maximumSignificantDigits: 3,
-});
+export const compact = (value) => COMPACT.format(value);
 
 export function percent(share) {
-  return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(1)} %`;
+  return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(1)}\u00a0%`;
 }
 
 // How long ago a time was. seconds: since 1970.

@@ -9,12 +9,9 @@ const ENDED = ["succeeded", "failed", "cancelled"];
 const LONGEST_LINE = 160; // characters that are shown of a wrong line
 
 const jobs = new Map(); // id -> {job, node, ...}: see `newJob`
-let base = ""; // the model that jobs begin from, unless another is chosen
-
 const poll = new Poll(1000, load);
 
-export function start(about) {
-  base = about.model ?? "";
+export function start() {
   byId("upload").onchange = upload;
   byId("new-job").onsubmit = (event) => {
     event.preventDefault();
@@ -102,7 +99,7 @@ async function create() {
   try {
     const job = await post("/v1/fine_tuning/jobs", body);
     tell(byId("job-problem"), `The job ${job.id} waits for a worker.`);
-    await load();
+    await poll.turn();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     tell(byId("job-problem"), error.message, true);
@@ -165,8 +162,8 @@ function fillJob(one) {
   one.progress.hidden = isOver;
   const { n_epochs: epochs, learning_rate_multiplier: times } = job.hyperparameters ?? {};
   const facts = [job.id, `from ${job.model}`];
-  if (epochs) facts.push(`epochs: ${epochs}`);
-  if (times) facts.push(`learning rate × ${times}`);
+  if (epochs > 0) facts.push(`epochs: ${epochs}`); // not "auto"
+  if (times > 0) facts.push(`learning rate × ${times}`);
   if (job.trained_tokens) facts.push(`${whole(job.trained_tokens)} tokens trained`);
   say(one.facts, facts.join(" · "));
 }
@@ -184,7 +181,7 @@ async function cancel(one) {
   one.cancel.disabled = true;
   try {
     await post(`/v1/fine_tuning/jobs/${encodeURIComponent(one.job.id)}/cancel`);
-    await load();
+    await poll.turn();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     say(one.problem, error.message);
@@ -193,23 +190,38 @@ async function cancel(one) {
 }
 
 // The new model in the playground, beside the one that it was made from.
-function tryIt({ job }) {
-  const query = new URLSearchParams({ model: job.fine_tuned_model, beside: job.model || base });
-  location.hash = `#playground?${query}`;
+async function tryIt({ job }) {
+  const names = { model: job.fine_tuned_model, beside: job.model };
+  const kind = await kindOf(job.training_file);
+  location.hash = `#playground?${new URLSearchParams({ ...names, kind })}`;
+}
+
+// What a file of examples teaches, by its first bytes: to go on with a text, or to chat.
+async function kindOf(fileId) {
+  try {
+    const { body } = await call(`/v1/files/${encodeURIComponent(fileId)}/content`);
+    const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+    const { value } = await reader.read();
+    await reader.cancel();
+    return value.includes('"messages"') ? "chat" : "text";
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    return "text"; // the file is deleted
+  }
 }
 
 // --- Events
 
 async function loadEvents(one) {
   const isLast = ENDED.includes(one.job.status); // then no event comes after these
-  const path = `/v1/fine_tuning/jobs/${encodeURIComponent(one.job.id)}/events?limit=100`;
+  const path = `/v1/fine_tuning/jobs/${encodeURIComponent(one.job.id)}/events?limit=1000`;
   const fresh = [];
   let after = "";
   for (;;) { // newest first
     const page = await getJSON(path + after);
     const unknown = page.data.filter(({ id }) => !one.events.has(id));
     fresh.push(...unknown);
-    if (!page.has_more || unknown.length < page.data.length) break;
+    if (!page.has_more || !unknown.length) break;
     after = `&after=${encodeURIComponent(page.data.at(-1).id)}`;
   }
   for (const event of fresh.reverse()) {

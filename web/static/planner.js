@@ -56,17 +56,17 @@ async function plan() {
   }
 }
 
-// "12.3 (10.1 to 15.0)": a value with its error band.
+// A value, and below it its error band.
 function banded(row, name) {
-  const value = number(row[name]);
   const band = row.band?.[name];
-  return band && row[name] ? `${value} (${band.map(number).join(" to ")})` : value;
+  if (!band || !row[name]) return number(row[name]);
+  return [number(row[name]), el("span", { class: "band-of" }, band.map(number).join(" to "))];
 }
 
 const COLUMNS = [
   ["Layout", (row) => row.layout_text || row.label],
   ["Fits", (row) => (row.fits === null ? NOTHING : row.fits ? "yes" : "no")],
-  ["GiB of a device", (row) => `${number(row.gb)} of ${number(row.memory_gb)}`],
+  ["Memory of a device", (row) => `${number(row.gb)} GB, ${percent(row.share_of_memory)}`],
   ["Tokens/s", (row) => banded(row, "tokens_per_second")],
   ["MFU", (row) => percent(row.mfu)],
   ["Days", (row) => banded(row, "days")],
@@ -74,7 +74,7 @@ const COLUMNS = [
   ["kWh", (row) => banded(row, "kwh")],
 ];
 
-function tables({ rows, text }) {
+function tables({ rows, text, command }) {
   const possible = rows.filter((row) => !row.problem);
   const columns = COLUMNS.filter(([, show]) => possible.some((row) => show(row) !== NOTHING));
   const problems = rows.map(({ problem }) => problem).filter(Boolean);
@@ -89,14 +89,19 @@ function tables({ rows, text }) {
       el("thead", {}, el("tr", {}, columns.map(([head]) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, possible.map((row) => el("tr", {}, cells(row)))),
     )));
-    nodes.push(el("h2", {}, "To launch it"), el("pre", { tabindex: "0" }, possible[0].flags));
+    nodes.push(el("h2", {}, "Flags for fsdp_train.py"), block(possible[0].flags));
+    const assumed = possible[0].assumed.map((one) => el("li", {}, one));
+    nodes.push(el("details", {}, el("summary", {}, "What was assumed"), el("ul", {}, assumed)));
   }
   if (text) {
-    const detail = el("pre", { tabindex: "0" }, text);
-    nodes.push(el("details", {}, el("summary", {}, "In detail"), detail));
+    const detail = [el("summary", {}, "In detail"), block(command), block(text)];
+    nodes.push(el("details", {}, detail));
   }
   return nodes;
 }
+
+// Lines to copy. They may be wider than the page, and a keyboard can scroll them.
+const block = (text) => el("pre", { tabindex: "0" }, text);
 
 function summary(row) {
   const parts = [`${whole(row.devices)} × ${row.device}`];

@@ -18,10 +18,9 @@ let wanted = {}; // models to choose as soon as the server has them, by the id o
 const models = new Poll(3000, loadModels);
 
 export function start(about) {
-  const kind = about.chat ? "chat" : "text";
-  document.querySelector(`input[name="kind"][value="${kind}"]`).checked = true;
   if (matchMedia("(max-width: 760px)").matches) byId("sampling").open = false;
-  for (const radio of document.querySelectorAll('input[name="kind"]')) radio.onchange = showKind;
+  byId("kind-text").onchange = showKind;
+  byId("kind-chat").onchange = showKind;
   byId("ask").onsubmit = (event) => {
     event.preventDefault();
     ask();
@@ -37,10 +36,11 @@ export function start(about) {
     byId("schema").value = JSON.stringify(EXAMPLE, null, 2);
     schemaOf();
   };
-  showKind();
+  setKind(about.chat ? "chat" : "text");
 }
 
 export function show(parameters) {
+  if (parameters.has("kind")) setKind(parameters.get("kind"));
   for (const [id, name] of [["model-a", "model"], ["model-b", "beside"]]) {
     if (parameters.has(name)) wanted[id] = parameters.get(name);
   }
@@ -53,7 +53,7 @@ export function hide() {
 
 async function loadModels() {
   const { data } = await getJSON("/v1/models");
-  const pairs = data.map(({ id, parent }) => [id, parent ? `${id} (adapter)` : id]);
+  const pairs = data.map(({ id }) => [id, id]);
   fillSelect(byId("model-a"), pairs);
   fillSelect(byId("model-b"), [["", "nothing"], ...pairs]);
   for (const [id, name] of Object.entries(wanted)) {
@@ -66,7 +66,12 @@ async function loadModels() {
   else if (byId("ask-status").textContent.endsWith(" yet.")) say(byId("ask-status"), "");
 }
 
-const isChat = () => document.querySelector('input[name="kind"]:checked').value === "chat";
+const isChat = () => byId("kind-chat").checked;
+
+function setKind(kind) {
+  byId(kind === "chat" ? "kind-chat" : "kind-text").checked = true;
+  showKind();
+}
 
 function showKind() {
   const chat = isChat();

@@ -7,7 +7,7 @@ import { NOTHING, ago, compact, number, plural, whole } from "./format.js";
 
 const LIST_MS = 2000;
 const LIVE_MS = 1000;
-const POINTS = 600; // of a curve, from the server
+const POINTS = 400; // of a curve, from the server: more than a screen can show
 const HEADS = [
   ["name", "Run"],
   ["state", "State"],
@@ -29,7 +29,7 @@ const live = new Poll(LIVE_MS, followCurves);
 export function start() {
   chart = new Chart(byId("run-chart"), "Curves of the chosen runs");
   const cells = HEADS.map(([by, text]) => el(
-    "th", { scope: "col", "data-by": by },
+    "th", { scope: "col", class: by, "data-by": by },
     el("button", { type: "button", class: "plain", onclick: () => sortBy(by) }, text),
   ));
   const first = el("th", { scope: "col" }, el("span", { class: "unseen" }, "Chosen"));
@@ -73,6 +73,7 @@ async function loadList() {
     const row = rows.get(run.name) ?? newRow(run.name);
     row.run = run;
     fillRow(row);
+    tick(row);
   }
   if (isNew) sort();
   filter();
@@ -84,8 +85,7 @@ function newRow(name) {
     "aria-label": `Choose ${name}`,
     onchange: () => (box.checked ? choose(name) : drop(name)),
   });
-  box.checked = chosen.has(name);
-  const cells = HEADS.map(([by]) => el("td", { class: by === "name" ? "name" : by }));
+  const cells = HEADS.map(([by]) => el("td", { class: by }));
   const node = el("tr", {}, el("td", {}, box), ...cells);
   cells[0].onclick = () => box.click();
   const row = { node, cells, box, run: { name } };
@@ -95,7 +95,7 @@ function newRow(name) {
 
 function fillRow({ node, cells, run }) {
   const isWhole = !run.max_steps || run.step === run.max_steps;
-  const steps = isWhole ? whole(run.step) : `${whole(run.step)} of ${compact(run.max_steps)}`;
+  const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${compact(run.max_steps)}`;
   const losses = [number(run.loss), number(run.val_loss)];
   const texts = [run.name, run.state, ...losses, steps, ago(run.updated)];
   texts.forEach((text, i) => say(cells[i], text));
@@ -162,14 +162,16 @@ function drop(name) {
   draw();
 }
 
-// Tick its box in its color, and write the choice into the address.
+// Tick a row's box, in the color of its curve.
+function tick({ box, run }) {
+  const one = chosen.get(run.name);
+  box.checked = Boolean(one);
+  box.className = one ? colorOf(one) : "";
+}
+
+// Tick its box, and write the choice into the address.
 function markChosen(name) {
-  const row = rows.get(name);
-  const one = chosen.get(name);
-  if (row) {
-    row.box.checked = Boolean(one);
-    row.box.className = one ? colorOf(one) : "";
-  }
+  if (rows.has(name)) tick(rows.get(name));
   byId("run-hint").hidden = chosen.size > 0;
   const query = new URLSearchParams([...chosen.keys()].map((key) => ["run", key]));
   history.replaceState(null, "", chosen.size ? `#runs?${query}` : "#runs");
@@ -226,13 +228,15 @@ function reloadCurves() {
   draw();
 }
 
-// Ask for the newest steps of the runs that are written at the moment.
+// Ask for more steps of the runs that are written at the moment, or were not read to their end.
 async function followCurves() {
-  const running = [...chosen.values()].filter(({ name, curve }) => (
-    curve && rows.get(name)?.run.state === "running"
-  ));
-  await Promise.all(running.map(follow));
-  if (running.length) draw();
+  const growing = [...chosen.values()].filter(({ name, curve }) => {
+    const run = rows.get(name)?.run;
+    if (!curve || !run) return false;
+    return run.state === "running" || (run.state !== "damaged" && curve.last < run.step);
+  });
+  await Promise.all(growing.map(follow));
+  if (growing.length) draw();
 }
 
 async function follow(one) {
@@ -247,6 +251,7 @@ async function follow(one) {
   const known = new Set(before.restarts.map(({ x, label }) => `${x} ${label}`));
   before.restarts.push(...more.restarts.filter(({ x, label }) => !known.has(`${x} ${label}`)));
   before.last = more.last;
+  one.problem = more.problem;
   sayState(one);
 }
 
@@ -255,7 +260,7 @@ function sayState(one) {
   const { curve, problem } = one;
   const value = curve?.mean.at(-1);
   const last = value === undefined ? "" : `${number(value)} at step ${whole(curve.last)}`;
-  const empty = curve && !last && !problem ? `no ${byId("column").value} is written` : "";
+  const empty = curve && !last && !problem ? `no values of ${byId("column").value}` : "";
   say(one.state, [last || empty, problem].filter(Boolean).join(" · "));
   one.state.className = problem ? "problem" : "hint";
 }
