@@ -262,7 +262,9 @@ def place(tiny_run, tmp_path):
 def choose_file(page, content) -> None:
     """Upload examples as pairs.jsonl."""
     file = {"name": "pairs.jsonl", "mimeType": "application/jsonl", "buffer": content}
-    page.get_by_label("File", exact=True).set_input_files(file)
+    field = page.get_by_label("File", exact=True)
+    field.wait_for()  # set_input_files would also fill one that is still hidden
+    field.set_input_files(file)
 
 
 def start_job(page, suffix, epochs) -> None:
