@@ -2,6 +2,7 @@
 
     python serve.py runs/demo
     python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0 --port=8000
+    python serve.py runs/demo --jobs=jobs       and, elsewhere, python -m web.worker jobs
 
 RUN is a run folder, one checkpoint in it, or a Hugging Face folder. A request's `model` names it,
 or an adapter of the folder --adapters: PEFT folders and finished runs with --lora_rank.
@@ -29,6 +30,7 @@ from typing import Literal
 
 import torch
 
+import checkpoint
 import config
 import processes
 from config import LINEAR_LAYERS, MPTConfig
@@ -42,7 +44,7 @@ from serving.decoder import Decoder, pick_dtype
 from serving.engine import AHEAD, Engine
 from serving.rows import SLACK
 from text import chat
-from weights.load import find, fingerprint_of, load_for_sampling, settings_of
+from weights.load import find, fingerprint_of, is_run, load_for_sampling, settings_of
 
 
 @dataclass
@@ -53,6 +55,8 @@ class ServeSettings:
     port: int = 8000  # 0: any free one
     name: str = ""  # of the base in requests; empty = the last part of RUN
     adapters: str = ""  # folder of adapters that requests can name
+    jobs: str = ""  # folder of finetuning jobs and uploads, whose models are served
+    upload_mb: int = 64  # of a file to finetune on
     max_lora_rank: int = 16  # the highest rank of an adapter; sets the size of their bank
     keys: str = ""  # file of API keys, one a line; without it nobody needs one
     force: bool = False  # serve on a public address without keys
@@ -72,11 +76,13 @@ class ServeSettings:
     def check(self) -> None:
         """UserError for values out of range."""
         require(0 <= self.port < 65536, f"port {self.port}: set --port from 0 to 65535")
-        least = dict.fromkeys(("rows", "max_requests", "max_seconds", "threads"), 1)
+        least = dict.fromkeys("rows max_requests max_seconds threads upload_mb".split(), 1)
         least |= {"max_lora_rank": 1, "tp": 1, "max_tokens": 2, "prefix_mb": 0, "drain_seconds": 0}
         for name, lowest in least.items():
             value = getattr(self, name)
             require(value >= lowest, f"{name} {value}: set --{name} to {lowest} or more")
+        both = f"--jobs serves the models of its own folder: leave out --adapters={self.adapters}"
+        require(not (self.jobs and self.adapters), both)
 
 
 def is_loopback(host: str) -> bool:
@@ -92,6 +98,8 @@ def main(argv) -> None:
     (run,), cfg = config.load(argv, ServeSettings, takes="RUN")
     for name in ("fastapi", "uvicorn", "llguidance"):
         require(importlib.util.find_spec(name), f"serve.py needs the package {name}: {EXTRA}")
+    has_forms = not cfg.jobs or importlib.util.find_spec("python_multipart")
+    require(has_forms, f"--jobs needs the package python-multipart: {EXTRA}")
     from web import app, guard
     from web.server import Server
 
@@ -125,7 +133,9 @@ def service_of(cfg: ServeSettings, run: str, most_texts: int):
     model, tokenizer, path = load_for_sampling(
         run, cfg.step, device, cfg.tokenizer, in_fp32=dtype == torch.float32
     )
-    template = chat.load_template(cfg.chat_template or template_of(path), tokenizer.special_tokens)
+    chat_template = cfg.chat_template or template_of(path)
+    template = chat.load_template(chat_template, tokenizer.special_tokens)
+    finetuning = finetuning_of(cfg, path, chat_template)
     decoder = Decoder(model, tokenizer.vocab_size, dtype)
     catalog = catalog_of(cfg, decoder, run, path)
     max_tokens = longest_text(cfg, model.cfg)
@@ -138,7 +148,30 @@ def service_of(cfg: ServeSettings, run: str, most_texts: int):
         tokenizer=tokenizer,
         most_texts=most_texts,
         most_seconds=cfg.max_seconds,
+        finetuning=finetuning,
     )
+
+
+def finetuning_of(cfg: ServeSettings, path: str, chat_template: str):
+    """Where finetuning jobs are, and what they start from; None without --jobs.
+
+    path: of the weights that are served. UserError if they are no base for adapters.
+    """
+    if not cfg.jobs:
+        return None
+    from web.files import Finetuning
+
+    has_adapters = is_run(Path(path)) and checkpoint.adapter_settings(Path(path))
+    fix = "serve its base, or merge it first: python -m weights.peft merge RUN OUT"
+    require(not has_adapters, f"{path} has adapters, and jobs would add others: {fix}")
+    finetuning = Finetuning(
+        folder=Path(cfg.jobs).resolve(),
+        base=os.path.abspath(path),
+        chat_template=chat_template and os.path.abspath(chat_template),
+        upload_bytes=cfg.upload_mb * 2**20,
+    )
+    finetuning.make_folders()
+    return finetuning
 
 
 def longest_text(cfg: ServeSettings, model: MPTConfig) -> int:
@@ -177,15 +210,16 @@ def require_room(cfg: ServeSettings, model: MPTConfig, width: int, free: int) ->
 def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Catalog:
     """The names that requests can have. With adapters, the decoder gets a bank for them."""
     name = cfg.name or Path(run).resolve().name
-    if not cfg.adapters:
+    folder = f"{cfg.jobs}/models" if cfg.jobs else cfg.adapters
+    if not folder:
         return Catalog(name, None, read=None, check=None)
     fingerprint = fingerprint_of(Path(path))
     read = partial(read_adapter, base=name, base_fingerprint=fingerprint)
-    catalog = Catalog(name, cfg.adapters, read, check=lambda *found: decoder.bank.check(*found))
+    catalog = Catalog(name, folder, read, check=lambda *found: decoder.bank.check(*found))
     AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, LINEAR_LAYERS, catalog.read)
     catalog.scan()
     catalog.watch()
-    if (Path(cfg.adapters) / name).exists():
+    if (Path(folder) / name).exists():
         print(f"note: the adapter {name} has the base's name: set another --name", file=sys.stderr)
     return catalog
 

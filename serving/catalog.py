@@ -16,7 +16,7 @@ know it by its `key`, which holds the version, so two versions cannot mix:
     bank = AdapterBank(..., read=catalog.read)
     text = Text(..., adapter=catalog.find("poems").key)
 
-Any thread may call any method; only one at a time may `scan`.
+Any thread may call any method.
 
 Run `python -m serving.catalog runs` for the adapters in a folder, checked for damage.
 """
@@ -96,6 +96,7 @@ class Catalog:
         self.seen = {}  # what the last scan found: name -> (path, stamp)
         self.unloaded = set()  # names that scans leave out
         self.lock = threading.Lock()  # of these tables
+        self.scanning = threading.Lock()  # one scan at a time
         self.closed = threading.Event()
 
     # ----------------------------------------------------------------------------------------------
@@ -257,6 +258,11 @@ class Catalog:
 
         Reads no weights. A name that `load` gave to an adapter elsewhere stays as it is.
         """
+        with self.scanning:
+            self.scan_alone()
+
+    def scan_alone(self) -> None:
+        """`scan`, by one thread at a time."""
         with os.scandir(self.folder) as entries:
             names = {entry.name for entry in entries if is_folder(entry)}
         for name in self.seen.keys() - names:

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from program import UserError
 from serving.catalog import Model
-from web import shapes
+from web import files, jobs, shapes
 from web.completions import Service, respond
 from web.guard import MOST_BYTES, Guard, too_large
 from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
@@ -26,7 +26,12 @@ def build(service: Service, keys: list[str], hosts: list[str], most_open: int) -
     add_errors(app)
     add_models(app, service)
     add_generation(app, service)
-    guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics)
+    upload_bytes = 0
+    if service.finetuning:
+        files.add_files(app, service)
+        jobs.add_jobs(app, service)
+        upload_bytes = service.finetuning.upload_bytes
+    guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics, upload_bytes)
 
     @app.get("/health")
     async def health():
@@ -123,7 +128,7 @@ def add_errors(app: FastAPI) -> None:
             405: f"{request.url.path[:100]} does not take {request.method}",
         }
         if error.status_code == 413:
-            return answer(too_large())
+            return answer(too_large(request.scope["state"]["most_bytes"]))
         message = reasons.get(error.status_code, str(error.detail))
         return answer(ApiError(error.status_code, message))
 
@@ -137,16 +142,16 @@ def answer(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, headers=error.headers)
 
 
-def is_type(part: str) -> bool:
-    """Whether a part of pydantic's place is one of several types that a field may have."""
-    return part in ("str", "int") or "[" in part or "-" in part
+def is_place(part: str) -> bool:
+    """Whether a part of pydantic's place is no name: where it was, or a type it might have had."""
+    return part in ("body", "query", "str", "int", "float") or "[" in part or "-" in part
 
 
 def refusal(fault: dict) -> ApiError:
     """The answer to a body that is no request, from the first thing that pydantic found."""
     if fault["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {fault['ctx']['error']}")
-    place = [str(part) for part in fault["loc"] if part != "body" and not is_type(str(part))]
+    place = [str(part) for part in fault["loc"] if not is_place(str(part))]
     if not place:
         wrong = "the body is not a JSON object: send the header Content-Type: application/json"
         return ApiError(400, wrong)

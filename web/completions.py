@@ -35,6 +35,7 @@ from serving.thread import EngineThread
 from text.chat import Template, checked_messages
 from text.tokenizer import Tokenizer
 from web import shapes
+from web.files import Finetuning
 from web.guard import within
 from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
@@ -54,6 +55,7 @@ class Service:
     tokenizer: Tokenizer
     most_texts: int  # running and waiting; more are refused with 429
     most_seconds: float  # of one request
+    finetuning: Finetuning | None = None  # None: there are no jobs
     started: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
     queues: dict = field(default_factory=dict)  # Request of the engine -> the queue of its events

@@ -32,6 +32,8 @@ from web.shapes import ApiError
 SPARE_FILES = 200  # open files beside those of requests
 MOST_BYTES = 4 * 2**20  # of a body
 BODY_SECONDS = 30
+UPLOADS = "/v1/files"  # the path whose bodies may be larger, and take longer
+UPLOAD_SECONDS = 600
 READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
 OPEN_TO_ALL = ("/health",)  # without a key
 WATCHING = ("/health", "/metrics")  # whatever the load, and not counted as open
@@ -78,6 +80,7 @@ class Guard:
 
     keys: empty for none. hosts: names under which clients may reach the server; empty for any.
     most_open: requests that are answered at the same time. most_seconds: for making an answer.
+    upload_bytes: of a body to UPLOADS; 0 if there are no uploads.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Guard:
         most_open: int,
         most_seconds: float,
         metrics: Metrics,
+        upload_bytes: int = 0,
     ):
         self.app = app
         self.most_seconds = most_seconds
@@ -95,6 +99,7 @@ class Guard:
         self.hosts = hosts
         self.most_open = most_open
         self.metrics = metrics
+        self.upload_bytes = upload_bytes
         self.n_open = 0
 
     async def __call__(self, scope, receive, send) -> None:
@@ -105,6 +110,9 @@ class Guard:
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})
+        is_upload = bool(self.upload_bytes and scope["path"] == UPLOADS)
+        scope["state"]["most_bytes"] = self.upload_bytes if is_upload else MOST_BYTES
+        body_seconds = UPLOAD_SECONDS if is_upload else BODY_SECONDS
         begun = time.monotonic()
         status = 499  # the client has left before the answer began
 
@@ -123,11 +131,11 @@ class Guard:
         end = loop.call_later(most_seconds, asyncio.current_task().cancel)
         try:
             key_number = self.check(scope, headers)
-            await self.app(scope, in_time(receive), send_with_id)
+            await self.app(scope, in_time(receive, body_seconds), send_with_id)
         except ApiError as error:
             await send_error(error, send_with_id)
         except TooSlow:
-            limit = f"the body took more than {BODY_SECONDS} s: send it faster"
+            limit = f"the body took more than {body_seconds} s: send it faster"
             await send_error(ApiError(408, limit), send_with_id)
         except asyncio.CancelledError:  # by the clock above, or a second signal
             if status == 499:  # else the connection closes in the middle of the answer
@@ -141,11 +149,14 @@ class Guard:
     def check(self, scope, headers: dict) -> int | None:
         """The number of the request's key, from 1. ApiError for a request that is refused."""
         self.check_site(headers)
-        if int(headers.get(b"content-length", 0)) > MOST_BYTES:
-            raise too_large()
+        most_bytes = scope["state"]["most_bytes"]
+        if int(headers.get(b"content-length", 0)) > most_bytes:
+            raise too_large(most_bytes)
         if scope["path"] in OPEN_TO_ALL:
             return None
         number = self.number_of_key(headers.get(b"authorization", b""))
+        # Jobs belong to a key for longer than it has this number.
+        scope["state"]["owner"] = self.digests[number - 1].hex()[:16] if number else ""
         if self.n_open > self.most_open and scope["path"] not in WATCHING:
             problem = f"{self.most_open} requests are open"
             raise ApiError(429, f"{problem}: try again later", retry_after=1)
@@ -207,9 +218,9 @@ def digest(key: str | bytes) -> bytes:
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
 
 
-def in_time(receive):
+def in_time(receive, seconds: float):
     """`receive`, with a limit on the time until the body is complete. TooSlow beyond it."""
-    deadline = time.monotonic() + BODY_SECONDS
+    deadline = time.monotonic() + seconds
     is_complete = False
 
     async def receive_in_time():
@@ -238,9 +249,9 @@ async def within(seconds: float, awaitable):
         task.cancel()
 
 
-def too_large() -> ApiError:
+def too_large(most_bytes: int) -> ApiError:
     """The answer to a body beyond the limit."""
-    return ApiError(413, f"the body is larger than {MOST_BYTES:,} bytes: send less at once")
+    return ApiError(413, f"the body is larger than {most_bytes:,} bytes: send less at once")
 
 
 async def send_error(error: ApiError, send) -> None:

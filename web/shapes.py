@@ -25,12 +25,16 @@ MAX_SEED = 2**63 - 1
 class ApiError(Exception):
     """An answer that is an error, in OpenAI's shape."""
 
-    def __init__(self, status: int, message: str, param=None, code=None, retry_after=None):
+    def __init__(
+        self, status: int, message: str, param=None, code=None, retry_after=None, more=None
+    ):
+        """more: other fields of the error."""
         super().__init__(message)
         self.status = status
         self.message = " ".join(message.split())[:LONGEST_MESSAGE]
         self.param = param
         self.code = code
+        self.more = more or {}
         self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
 
     @property
@@ -39,7 +43,7 @@ class ApiError(Exception):
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         values = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": values}
+        return {"error": values | self.more}
 
 
 def unknown_model(message: str) -> ApiError:

@@ -1,0 +1,53 @@
+"""What the tests of files and jobs share: an application without a model, and lines to learn.
+
+client = client_of(tmp_path)              files and jobs as HTTP, in this process
+upload(client, lines(20))                 the id of an upload
+"""
+
+import json
+import types
+
+from fastapi.testclient import TestClient
+
+from serving.catalog import Catalog
+from text import tokenizer as tokenizers
+from web import app
+from web.files import Finetuning
+from web.metrics import Metrics
+
+KEYS = ["a-key-of-the-tests-0001", "a-key-of-the-tests-0002"]
+
+
+def client_of(folder, base="base", upload_bytes=8 * 2**20, key=KEYS[0], chat_template=""):
+    """A client of files and jobs in folder/jobs. base: the path of what is finetuned."""
+    finetuning = Finetuning(folder / "jobs", str(base), str(chat_template), upload_bytes)
+    finetuning.make_folders()
+    service = types.SimpleNamespace(
+        finetuning=finetuning,
+        tokenizer=tokenizers.load("bytes"),
+        catalog=Catalog("base", folder / "jobs/models", lambda path: None, check=None),
+        metrics=Metrics(),
+        most_seconds=600,
+    )
+    guard = app.build(service, KEYS, [], 100)
+    headers = {"Authorization": f"Bearer {key}"}
+    return TestClient(guard, headers=headers, raise_server_exceptions=False)
+
+
+def lines(n, answer="abc") -> bytes:
+    """Lines of a file to finetune on."""
+    rows = [{"prompt": f"{number} ", "response": answer} for number in range(n)]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def sent(client, content, name="my.jsonl", **fields):
+    """The answer to an upload."""
+    data = {"purpose": "fine-tune"} | fields
+    return client.post("/v1/files", data=data, files={"file": (name, content)})
+
+
+def upload(client, content) -> str:
+    """The id of an upload."""
+    answer = sent(client, content)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]

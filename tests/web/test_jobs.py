@@ -1,0 +1,435 @@
+"""Finetuning jobs: each is done once, whatever is killed, or fails and says why in its events."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import PATIENCE, rooms_on_path, slowly
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+import openai
+from finetuning import KEYS, client_of, lines, upload
+from servers import KEY, Served, wait_for
+
+from lifecycle import runlog
+from web import jobs
+from web.jobs import Job
+from web.worker import Local, Worker, WorkerSettings, pids_left, write_lines
+
+JOBS = "/v1/fine_tuning/jobs"
+QUICK = {"n_epochs": 1, "batch_size": 64}
+LONG = {"n_epochs": 50, "batch_size": 1}  # minutes
+
+
+def created(client, hyperparameters=QUICK, content=None, **more) -> str:
+    """The id of a new job."""
+    file_id = upload(client, content or lines(20))
+    body = {"model": "base", "training_file": file_id, "hyperparameters": hyperparameters}
+    answer = client.post(JOBS, json=body | more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]
+
+
+def messages(client, job_id) -> list[str]:
+    """The events of a job but for metrics, oldest first."""
+    events = client.get(f"{JOBS}/{job_id}/events?limit=1000").json()["data"]
+    return [event["message"] for event in events[::-1] if event["type"] == "message"]
+
+
+def status(client, job_id) -> str:
+    return client.get(f"{JOBS}/{job_id}").json()["status"]
+
+
+# --- Requests
+
+
+def test_a_job_waits_is_listed_and_cancelled(tmp_path):
+    client = client_of(tmp_path)
+    first, second = (created(client, metadata={"who": "me"}) for _ in range(2))
+    assert [job["id"] for job in client.get(JOBS).json()["data"]] == [second, first]
+    page = client.get(f"{JOBS}?limit=1&after={second}").json()
+    assert [job["id"] for job in page["data"]] == [first] and not page["has_more"]
+    assert client.get(f"{JOBS}/{first}").json()["metadata"] == {"who": "me"}
+    for _ in range(2):
+        answer = client.post(f"{JOBS}/{first}/cancel").json()
+        assert answer["status"] == "cancelled" and answer["finished_at"]
+    assert status(client, second) == "queued" and len(messages(client, first)) == 2
+    assert client.get(f"{JOBS}/{second}/checkpoints").json()["data"] == []
+
+
+def method(**more):
+    return {"method": {"type": "supervised"} | more}
+
+
+REFUSED = [  # changes of a request, the parameter that the answer names
+    ({"model": "other"}, "model"),
+    ({"model": None}, "model"),
+    ({"training_file": "file-x"}, "training_file"),
+    ({"training_file": "../jobs"}, "training_file"),
+    ({"validation_file": "file-" + "0" * 24}, "validation_file"),
+    ({"suffix": "../x"}, "suffix"),
+    ({"suffix": "x" * 41}, "suffix"),
+    ({"seed": -1}, "seed"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"integrations": [{"type": "wandb"}]}, "integrations"),
+    ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters"),
+    ({"hyperparameters": {"batch_size": "large"}}, "hyperparameters"),
+    ({"hyperparameters": {"beta": 0.1}}, "hyperparameters"),
+    ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters"),
+    ({"method": {"type": "dpo", "dpo": {}}}, "method"),
+    (method(dpo={"hyperparameters": {}}), "method"),
+    (method(supervised={"hyperparameters": {"n_epochs": 99}}), "method"),
+]
+
+
+def test_what_is_refused(tmp_path):
+    client = client_of(tmp_path)
+    body = {"model": "base", "training_file": upload(client, lines(20))}
+    for changes, name in REFUSED:
+        answer = client.post(JOBS, json=body | changes)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == name, (changes, answer.text)
+    body["training_file"] = upload(client, lines(1))
+    assert client.post(JOBS, json=body).status_code == 400
+    assert os.listdir(tmp_path / "jobs/jobs") == []
+
+
+def test_a_key_has_few_jobs_at_a_time(tmp_path):
+    client, other = client_of(tmp_path), client_of(tmp_path, key=KEYS[1])
+    job_ids = [created(client) for _ in range(4)]
+    body = {"model": "base", "training_file": upload(client, lines(9))}
+    assert client.post(JOBS, json=body).status_code == 429
+    created(other)
+    client.post(f"{JOBS}/{job_ids[0]}/cancel")
+    assert client.post(JOBS, json=body).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e", "ftjob-", "ftjob-" + "0" * 24, "%00"])
+def test_no_name_leaves_the_folder(tmp_path, name):
+    client = client_of(tmp_path)
+    for path in ("", "/events", "/checkpoints"):
+        assert client.get(f"{JOBS}/{name}{path}").status_code in (404, 405)
+    assert client.post(f"{JOBS}/{name}/cancel").status_code in (404, 405)
+
+
+@pytest.mark.parametrize("file", ["job.json", "state.json", "events.jsonl"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"status": 1, "model": 1, "message": 1}', None]
+)
+def test_a_damaged_job_is_shown_as_such(tmp_path, file, content):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    path = tmp_path / "jobs/jobs" / job_id / file
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_text(content)
+    is_lost = file == "job.json" or file == "state.json" and content is not None
+    assert status(client, job_id) == ("failed" if is_lost else "queued")
+    for end in ("", f"/{job_id}/events", f"/{job_id}/checkpoints"):
+        assert client.get(JOBS + end).status_code == 200
+
+
+# --- A worker, in this process
+
+
+def worker_of(tmp_path, **settings) -> Worker:
+    """A worker, whose `look` the test calls."""
+    cfg = WorkerSettings(**settings)
+    return Worker((tmp_path / "jobs").resolve(), Local(cfg.nproc), cfg)
+
+
+def work(worker: Worker, client, job_id) -> dict:
+    """Let a worker work until a job has ended. Returns it."""
+    wait_for(lambda: worker.look() == 0)
+    return client.get(f"{JOBS}/{job_id}").json()
+
+
+def set_settings(tmp_path, job_id, text) -> None:
+    """Let fsdp_train.py run this config file as the training of a job."""
+    (tmp_path / "jobs/jobs" / job_id / "settings.py").write_text(text)
+
+
+ENDS = [  # a config file as which the training ends, words of the reason, its starts
+    ("import os\nos.kill(os.getpid(), 9)", "died 3 times", 3),
+    ("import os\nprint('x', flush=True)\nos._exit(1)", "died 3 times, the last words: x", 3),
+    ("import os\nos._exit(75)", "asked 21 times", 21),
+    slowly("n_layer = 1", "did you mean 'n_layers'", 1),
+]
+
+
+@pytest.mark.parametrize("text, words, starts", ENDS)
+def test_a_training_that_fails_ends_its_job_with_the_reason(tmp_path, text, words, starts):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    set_settings(tmp_path, job_id, text)
+    job = work(worker_of(tmp_path), client, job_id)
+    assert job["status"] == "failed" and words in job["error"]["message"]
+    said = messages(client, job_id)
+    assert words in said[-1] and sum("started" in line for line in said[:-1]) == starts
+
+
+def remove_base(folder, job):
+    shutil.rmtree(folder / "run")
+
+
+def remove_upload(folder, job):
+    shutil.rmtree(folder / "jobs/files" / job.asked["training_file"])
+
+
+def spoil_upload(folder, job):
+    (folder / "jobs/files" / job.asked["training_file"] / "data.jsonl").write_text("{\n" * 9)
+
+
+def spoil_job(folder, job):
+    (job.folder / "job.json").write_text("{")
+
+
+def spoil_numbers(folder, job):
+    text = json.dumps(job.asked | {"hyperparameters": {}})
+    (job.folder / "job.json").write_text(text)
+
+
+def spoil_state(folder, job):
+    (job.folder / "state.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    "damage", [remove_base, remove_upload, spoil_upload, spoil_job, spoil_numbers, spoil_state]
+)
+def test_a_job_that_cannot_be_done_fails(tiny_run, tmp_path, damage):
+    shutil.copytree(tiny_run, tmp_path / "run")
+    client = client_of(tmp_path, base=tmp_path / "run")
+    job_id = created(client)
+    damage(tmp_path, Job(tmp_path / "jobs/jobs" / job_id))
+    job = work(worker_of(tmp_path), client, job_id)
+    said = messages(client, job_id)
+    assert job["status"] == "failed" and job["error"]["message"] in said[-1]
+    assert str(tmp_path / "jobs") not in said[-1]
+
+
+def test_no_job_is_taken_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "MOST_JOBS", 99)
+    client = client_of(tmp_path)
+    job_ids = [created(client) for _ in range(12)]
+    for job_id in job_ids:
+        set_settings(tmp_path, job_id, "import os\nprint('error: x', flush=True)\nos._exit(2)")
+    workers = [worker_of(tmp_path, most=3, poll_seconds=0.01, once=True) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(Worker.run, workers))
+    for job_id in job_ids:
+        assert status(client, job_id) == "failed"
+        assert sum("has started" in message for message in messages(client, job_id)) == 1
+
+
+def test_a_file_of_its_own_is_held_out(tiny_run, tmp_path):
+    client = client_of(tmp_path, base=tiny_run)
+    for n_train, n_held_out, most in ((30, 6, 6), (10, 30, 10), (7, 2, 2), (1, 1, 1), (9, 4, 4)):
+        job_id = created(client)
+        job = Job(tmp_path / "jobs/jobs" / job_id)
+        of_train = tmp_path / "jobs/files" / job.asked["training_file"] / "data.jsonl"
+        of_train.write_bytes(lines(n_train, "t"))
+        job.asked["validation_file"] = upload(client, lines(n_held_out, "v"))
+        val_every = write_lines(job, tmp_path / "data.jsonl")
+        rows = (tmp_path / "data.jsonl").read_text().splitlines()
+        held_out = [json.loads(row)["response"] for row in rows[::val_every]]
+        learned = [json.loads(row)["response"] for n, row in enumerate(rows) if n % val_every]
+        assert learned == ["t"] * n_train and set(held_out) == {"v"}
+        assert most / 2 <= len(held_out) <= most
+        client.post(f"{JOBS}/{job_id}/cancel")
+
+
+# --- Real servers and workers
+
+
+class Place:
+    """A folder with a base `run` and jobs, its server, and workers as processes of their own."""
+
+    def __init__(self, tiny_run, folder):
+        shutil.copytree(tiny_run, folder / "run")
+        (folder / "keys.txt").write_text(KEY)
+        self.folder = folder
+        self.serve()
+
+    def serve(self) -> None:
+        """Start a server."""
+        self.server = Served(self.folder, "--jobs=jobs", "--keys=keys.txt", "--rows=4")
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.server.port}/v1",
+            api_key=KEY,
+            max_retries=0,
+            _strict_response_validation=True,
+        )
+
+    def worker(self, *flags) -> subprocess.Popen:
+        """Start a worker."""
+        command = [sys.executable, "-m", "web.worker", "jobs", "--poll_seconds=0.05", *flags]
+        process = subprocess.Popen(command, cwd=self.folder, env=rooms_on_path())
+        weakref.finalize(self, process.kill)
+        return process
+
+    def create(self, hyperparameters=QUICK, content=None) -> Job:
+        """Create a job."""
+        file = self.client.files.create(
+            file=("my.jsonl", content or lines(60)), purpose="fine-tune"
+        )
+        method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+        made = self.client.fine_tuning.jobs.create(
+            model="run", training_file=file.id, method=method
+        )
+        return Job(self.folder / "jobs/jobs" / made.id)
+
+    def status(self, job) -> str:
+        return self.client.fine_tuning.jobs.retrieve(job.id).status
+
+    def messages(self, job) -> list[str]:
+        """The events but for metrics, oldest first."""
+        events = list(self.client.fine_tuning.jobs.list_events(job.id, limit=100))
+        return [event.message for event in events[::-1] if event.type == "message"]
+
+    def wait_for_steps(self, job, n) -> None:
+        """Wait until a training has done so many steps."""
+        wait_for(lambda: steps(job) >= n)
+
+
+@pytest.fixture
+def place(tiny_run, tmp_path):
+    """A place, at which nothing is left running."""
+    place = Place(tiny_run, tmp_path)
+    yield place
+    place.server.process.kill()
+    for job in map(Job, (tmp_path / "jobs/jobs").glob("ftjob-*")):
+        for pid in pids_left(job):
+            os.kill(pid, signal.SIGKILL)
+
+
+def steps(job) -> int:
+    """The steps that a training has done."""
+    if not (job.run_dir / "metrics.jsonl").exists():
+        return 0
+    return max((row["step"] for row in runlog.read(job.run_dir)), default=0)
+
+
+def starts(job) -> list[int]:
+    """The first step of each launch of a training."""
+    return [launch["first_step"] for launch in runlog.read_launches(job.run_dir)]
+
+
+@pytest.mark.slow
+def test_the_story(place):
+    client = place.client
+    with pytest.raises(openai.BadRequestError) as error:
+        client.files.create(file=("a.jsonl", lines(5) + b"{\n"), purpose="fine-tune")
+    assert [fault["line"] for fault in error.value.body["lines"]] == [6]
+    worker = place.worker()
+    job = place.create({"n_epochs": 20, "batch_size": 8, "learning_rate_multiplier": 5.0})
+    wait_for(lambda: place.status(job) == "succeeded")
+    made = client.fine_tuning.jobs.retrieve(job.id)
+    answer = client.completions.create(model=made.fine_tuned_model, prompt="7 ", temperature=0)
+    assert answer.choices[0].text.startswith("abc")
+    assert client.models.retrieve(made.fine_tuned_model)
+    assert made.trained_tokens > 0 and starts(job) == [0]
+
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=7))[::-1]  # pages of 7
+    metrics = [event.data for event in events if event.type == "metrics"]
+    losses = [row["valid_loss"] for row in metrics if "valid_loss" in row]
+    n_steps = metrics[-1]["total_steps"]
+    assert losses[-1] < losses[0] and metrics[-1]["step"] == n_steps
+    assert [row["step"] for row in metrics if "train_loss" in row] == list(range(1, n_steps + 1))
+    assert f"{losses[0]:.4f}" in events[-1].message and f"{losses[-1]:.4f}" in events[-1].message
+    assert [event.created_at for event in events] == sorted(event.created_at for event in events)
+    last, *_ = client.fine_tuning.jobs.checkpoints.list(job.id)
+    assert last.fine_tuned_model_checkpoint == made.fine_tuned_model
+    assert last.metrics.full_valid_loss == losses[-1]
+
+    cancelled, moved = place.create(LONG), place.create(LONG)
+    place.wait_for_steps(cancelled, 1)
+    assert place.status(moved) == "queued"
+    worker.kill()  # the next one ends what this one has started
+    worker.wait()
+    assert client.fine_tuning.jobs.cancel(cancelled.id).status == "cancelled"
+    worker = place.worker()
+    wait_for(lambda: not pids_left(cancelled))
+    place.wait_for_steps(moved, 1)
+    wait_for(lambda: cancelled.state()["status"] == "cancelled")
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(PATIENCE) == 75
+    assert place.status(moved) == "queued" and not pids_left(moved)
+    again = place.worker()
+    wait_for(lambda: len(starts(moved)) == 2)
+    assert starts(moved)[1] > 0
+    client.fine_tuning.jobs.cancel(moved.id)
+    wait_for(lambda: moved.state()["status"] == "cancelled")
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(PATIENCE) == 0
+    names = {model.id for model in client.models.list()}
+    assert names == {"run", made.fine_tuned_model}
+
+
+@pytest.mark.slow
+def test_kill_9_in_the_middle(place, tmp_path):
+    """A worker's death does not end its training, and nobody starts it twice."""
+    other = worker_of(tmp_path)
+    job = place.create({"n_epochs": 20, "batch_size": 1})
+    worker = place.worker()
+    place.wait_for_steps(job, 2)
+    (training,) = pids_left(job)
+    os.kill(training, signal.SIGSTOP)
+    for process in (worker, place.server.process):
+        process.kill()
+        process.wait()
+    assert other.look() == 0  # it finds nothing that it could do
+    assert starts(job) == [0] and pids_left(job) == [training]
+
+    os.kill(training, signal.SIGKILL)
+    place.serve()
+    assert place.status(job) == "running"
+    worker = place.worker()
+    wait_for(lambda: len(starts(job)) == 2)
+    worker.kill()
+    worker.wait()
+    place.server.process.kill()
+    client = client_of(tmp_path)
+    wait_for(lambda: other.look() == 0 and status(client, job.id) == "succeeded")
+    assert len(starts(job)) == 2
+    assert sum("restarted" in message for message in messages(client, job.id)) == 1
+
+
+@pytest.mark.slow
+def test_two_workers_share_the_jobs(place):
+    """Each job is started once, with one rank or two."""
+    found = [place.create() for _ in range(3)]
+    place.client.fine_tuning.jobs.cancel(found[0].id)
+    workers = [place.worker("--once"), place.worker("--once", "--nproc=2")]
+    assert [worker.wait(PATIENCE) for worker in workers] == [0, 0]
+    assert [place.status(job) for job in found] == ["cancelled"] + ["succeeded"] * 2
+    for job in found[1:]:
+        assert starts(job) == [0]
+        assert sum("has started" in message for message in place.messages(job)) == 1
+
+
+@pytest.mark.slow
+def test_a_job_that_takes_too_long_fails(tiny_run, tmp_path):
+    client = client_of(tmp_path, base=tiny_run)
+    job_id = created(client, LONG)
+    job = work(worker_of(tmp_path, most_hours=0.5 / 3600), client, job_id)
+    assert job["status"] == "failed" and "hours" in job["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_fails_the_job(tiny_run, disk):
+    """The lines have room, and their tokens have not."""
+    client = client_of(disk, base=tiny_run)
+    job_id = created(client, QUICK, lines(3000))
+    free = shutil.disk_usage(disk).free
+    (disk / "filler").write_bytes(b"x" * (free - 2**18))
+    ended = work(worker_of(disk), client, job_id)
+    assert ended["status"] == "failed"
+    assert "No space" in messages(client, job_id)[-1]

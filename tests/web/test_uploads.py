@@ -1,0 +1,170 @@
+"""Uploads: each wrong line is named, and a file is kept as a whole or not at all."""
+
+import json
+import os
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")  # with the library that the client needs
+
+from finetuning import KEYS, client_of, lines, sent, upload
+
+from web import files
+
+GOOD = '{"prompt": "a", "response": "b"}'
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.fixture
+def client(tmp_path):
+    return client_of(tmp_path)
+
+
+def test_a_file_is_kept_listed_read_and_deleted(client, tmp_path):
+    content = lines(3) + b"\n" + json.dumps(CHAT).encode()
+    answer = sent(client, content).json()
+    assert (answer["bytes"], answer["filename"]) == (len(content), "my.jsonl")
+    path = f"/v1/files/{answer['id']}"
+    assert client.get(path).json() == answer
+    assert client.get("/v1/files").json()["data"] == [answer]
+    assert client.get(f"{path}/content").content == content
+    assert client.delete(path).json()["deleted"]
+    assert client.get("/v1/files").json()["data"] == []
+    for answer in (client.get(path), client.get(f"{path}/content"), client.delete(path)):
+        assert answer.status_code == 404
+    assert os.listdir(tmp_path / "jobs/files") == []
+
+
+WRONG = [  # lines, numbers of those that are wrong
+    ([GOOD, "{", GOOD, "[1]"], [2, 4]),
+    (["", GOOD, " ", '{"prompt": "a"}'], [4]),
+    (
+        ['{"prompt": 1, "response": "b"}', '{"prompt": "a", "response": "b", "completion": "c"}'],
+        [1, 2],
+    ),
+    (
+        [json.dumps(CHAT), '{"messages": []}', '{"messages": [{"role": "user", "content": "a"}]}'],
+        [2, 3],
+    ),
+    (
+        [json.dumps(CHAT | {"tools": [1]}), '{"prompt": "a", "prompt": "b", "response": "c"}'],
+        [1, 2],
+    ),
+    ([GOOD, '{"prompt": "\xff", "response": "b"}'.encode("latin-1")], [2]),
+    ([GOOD, "[" * 100_000, '{"prompt": "' + "a" * 2**20 + '", "response": "b"}'], [2, 3]),
+    (["{"] * 150, list(range(1, 101))),
+    ([], [1]),
+    (["", "  "], [1]),
+    ([GOOD.encode("utf-16")], [1]),
+]
+
+
+@pytest.mark.parametrize("rows, wrong", WRONG)
+def test_each_wrong_line_is_named(client, tmp_path, rows, wrong):
+    rows = [row if isinstance(row, bytes) else row.encode() for row in rows]
+    answer = sent(client, b"\n".join(rows))
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert [fault["line"] for fault in error["lines"]] == wrong
+    assert all(fault["reason"] and len(fault["reason"]) <= 200 for fault in error["lines"])
+    assert f"line {wrong[0]}" in error["message"] and str(tmp_path) not in answer.text
+    assert os.listdir(tmp_path / "jobs/files") == []
+
+
+def test_lines_are_checked_with_the_template_that_is_served(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}\n{% endfor %}"
+    )
+    client = client_of(tmp_path, chat_template=template)
+    with_system = {"messages": [{"role": "system", "content": "x"}, *CHAT["messages"]]}
+    answer = sent(client, "\n".join(map(json.dumps, [CHAT, with_system])))
+    assert [fault["line"] for fault in answer.json()["error"]["lines"]] == [2]
+
+
+def test_checking_has_an_end(client, monkeypatch):
+    monkeypatch.setattr(files, "CHECK_SECONDS", 0)
+    answer = sent(client, lines(100))
+    assert [fault["line"] for fault in answer.json()["error"]["lines"]] == [1]
+
+
+REFUSED = [  # arguments of a POST, status
+    ({"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", b"x")}}, 400),
+    ({"data": {"purpose": "fine-tune"}, "files": {"file": ("a.txt", b"x")}}, 400),
+    ({"data": {"purpose": "fine-tune"}, "files": {"data": ("a.jsonl", b"x")}}, 400),
+    ({"data": {"purpose": "fine-tune", "file": "x"}}, 400),
+    ({"json": {"purpose": "fine-tune"}}, 400),
+    ({"content": b"--b\r\n", "headers": {"Content-Type": "multipart/form-data"}}, 400),
+    ({"content": b"x" * 99, "headers": {"Content-Type": "multipart/form-data; boundary=b"}}, 400),
+    ({"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b"x" * 9 * 2**20)}}, 413),
+    (
+        {
+            "content": iter([b"x" * 2**20] * 9),
+            "headers": {"Content-Type": "multipart/form-data; boundary=b"},
+        },
+        413,
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments, status", REFUSED)
+def test_what_is_no_upload(client, tmp_path, arguments, status):
+    answer = client.post("/v1/files", **arguments)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+    assert os.listdir(tmp_path / "jobs/files") == []
+
+
+def test_uploads_alone_may_be_large(client):
+    assert sent(client, lines(2) + b"\n" * 5 * 2**20).status_code == 200
+    large = {"model": "base", "training_file": "x" * 5 * 2**20}
+    assert client.post("/v1/fine_tuning/jobs", json=large).status_code == 413
+
+
+def test_pages_of_a_list(client):
+    names = [upload(client, lines(2)) for _ in range(5)]
+    seen, after = [], None
+    while True:
+        page = client.get("/v1/files", params={"limit": 2} | ({"after": after} if after else {}))
+        seen += [file["id"] for file in page.json()["data"]]
+        after = page.json()["last_id"]
+        if not page.json()["has_more"]:
+            break
+    assert seen == names[::-1]
+    ascending = client.get("/v1/files?order=asc").json()["data"]
+    assert [file["id"] for file in ascending] == names
+    for wrong in ("limit=0", "limit=x", "order=up", "after=file-x", "after=%00"):
+        assert client.get(f"/v1/files?{wrong}").status_code == 400
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e", "..%2ffiles", "file-", "file-" + "0" * 24, "%00"])
+def test_no_name_leaves_the_folder(client, name):
+    for path in (f"/v1/files/{name}", f"/v1/files/{name}/content"):
+        assert client.get(path).status_code in (404, 405)
+    assert client.delete(f"/v1/files/{name}").status_code in (404, 405)
+
+
+def test_a_key_is_needed(tmp_path):
+    client = client_of(tmp_path, key="another-key-of-nobody")
+    assert sent(client, lines(2)).status_code == 401
+    assert client_of(tmp_path, key=KEYS[1]).get("/v1/files").status_code == 200
+
+
+def test_a_damaged_file_is_shown_as_such(client, tmp_path):
+    name = upload(client, lines(2))
+    folder = tmp_path / "jobs/files" / name
+    (folder / "meta.json").write_text("{")
+    (folder / "data.jsonl").unlink()
+    assert client.get("/v1/files").json()["data"][0]["status"] == "error"
+    assert client.get(f"/v1/files/{name}/content").status_code == 404
+    assert client.delete(f"/v1/files/{name}").status_code == 200
+
+
+def test_a_full_disk_is_said(disk):
+    client = client_of(disk, upload_bytes=64 * 2**20)
+    answer = sent(client, lines(2) + b"\n" * 30 * 2**20)
+    assert answer.status_code == 507 and "room" in answer.json()["error"]["message"]
+    assert os.listdir(disk / "jobs/files") == []
+    assert sent(client, lines(2)).status_code == 200

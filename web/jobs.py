@@ -1,0 +1,499 @@
+"""Finetuning jobs: their folders, and OpenAI's endpoints about them.
+
+    JOBS/jobs/ID/job.json      what was asked; never changed
+    JOBS/jobs/ID/state.json    how far it is; written by the worker that has claimed the job
+    JOBS/jobs/ID/cancel        somebody wants it to end; written by the server
+    JOBS/jobs/ID/events.jsonl  what has happened, a line each
+    JOBS/jobs/ID/lock          locked by those who work on it: the worker, and its training
+    JOBS/jobs/ID/settings.py   the settings of the training, for fsdp_train.py
+    JOBS/jobs/ID/data.jsonl    its lines, held-out ones among them; tokens/ has their tokens
+    JOBS/jobs/ID/log.txt       what the training has printed
+    JOBS/models/NAME/          the training's run folder, served as NAME once it has finished
+
+The server writes a job's folder and reads it; web/worker.py does the rest. Neither needs the other
+to be alive.
+
+Losses and progress are events as well. They are not copied: the server reads them from the
+metrics of the run folder (lifecycle/runlog.py).
+"""
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import random
+import re
+import secrets
+import shutil
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import FastAPI, Query
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field
+
+import checkpoint
+from lifecycle import runlog
+from program import UserError, one_line
+from storage import files
+from web.files import META, Finetuning, created_at, ids_in, new_id, on_disk, page_of, place
+from web.shapes import ApiError, NotSupported, Number
+
+MOST_JOBS = 4  # of a key, waiting or running
+FEWEST_LINES = 2  # one to learn, one held out
+ENDED = ("succeeded", "failed", "cancelled")
+ASKED = {  # the fields of job.json
+    "model": str,
+    "base": str,
+    "chat_template": str,
+    "training_file": str,
+    "validation_file": (str, type(None)),
+    "suffix": (str, type(None)),
+    "seed": int,
+    "hyperparameters": dict,
+    "metadata": (dict, type(None)),
+    "fine_tuned_model": str,
+    "owner": str,
+}
+STATE = {"status": str, "deaths": int, "restarts": int}
+NEW_STATE = {"status": "queued", "deaths": 0, "restarts": 0}
+
+
+# --------------------------------------------------------------------------------------------------
+# The folder of a job
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job's folder, whose name is the job's id."""
+
+    folder: Path
+
+    @property
+    def id(self) -> str:
+        """Its id; also the name of its job in SLURM."""
+        return self.folder.name
+
+    @property
+    def created_at(self) -> int:
+        """Unix seconds."""
+        return created_at(self.id)
+
+    @cached_property
+    def asked(self) -> dict:
+        """What was asked. UserError if that is damaged."""
+        return files.read_json(self.folder / "job.json", fields=ASKED)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder of its training. UserError if job.json is damaged."""
+        models = self.folder.parent.parent / "models"
+        return files.member(models, self.asked["fine_tuned_model"], self.folder / "job.json")
+
+    @property
+    def log(self) -> Path:
+        """What the training has printed."""
+        return self.folder / "log.txt"
+
+    @property
+    def settings(self) -> Path:
+        """The config file of the training."""
+        return self.folder / "settings.py"
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Does somebody want it to end?"""
+        return (self.folder / "cancel").exists()
+
+    def state(self) -> dict:
+        """How far it is. UserError if that is damaged."""
+        try:
+            return NEW_STATE | files.read_json(self.folder / "state.json", fields=STATE)
+        except FileNotFoundError:
+            return dict(NEW_STATE)
+
+    def write_state(self, **changes) -> None:
+        """Change some values of the state."""
+        try:
+            state = self.state()
+        except UserError:
+            state = dict(NEW_STATE)
+        files.write_atomically(
+            self.folder / "state.json", json.dumps(state | changes, indent=2).encode()
+        )
+
+    def add_event(self, message: str, level: str = "info") -> None:
+        """Add a line to events.jsonl. Several processes may do so at the same time."""
+        event = {"created_at": time.time(), "level": level, "message": message}
+        line = json.dumps(event).encode() + b"\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        file = os.open(self.folder / "events.jsonl", flags, 0o644)
+        try:
+            os.write(file, line)
+        finally:
+            os.close(file)
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+
+
+class Hyperparameters(BaseModel):
+    """How long and how fast to learn. `auto`: see web/worker.py::batch_settings."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=50)] = "auto"
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"  # of examples
+    learning_rate_multiplier: Literal["auto"] | Annotated[Number, Field(gt=0, le=100)] = "auto"
+
+
+class Supervised(BaseModel):
+    """The settings of the only method that is built."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(BaseModel):
+    """How to finetune."""
+
+    type: Literal["supervised"]
+    supervised: Supervised | None = None
+    dpo: NotSupported = None
+    reinforcement: NotSupported = None
+
+
+class JobRequest(BaseModel):
+    """What to finetune, and on what."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    training_file: str
+    validation_file: str | None = None
+    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    hyperparameters: Hyperparameters | None = None
+    method: Method | None = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=64)],
+                Annotated[str, Field(max_length=512)],
+            ],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    integrations: NotSupported = None
+
+    @property
+    def chosen(self) -> dict:
+        """The hyperparameters; those of the method come first."""
+        supervised = self.method and self.method.supervised
+        of_method = supervised and supervised.hyperparameters
+        return (of_method or self.hyperparameters or Hyperparameters()).model_dump()
+
+
+# --------------------------------------------------------------------------------------------------
+# Endpoints
+
+
+def add_jobs(app: FastAPI, service) -> None:
+    """OpenAI's endpoints about finetuning jobs. service: see web/completions.py."""
+    finetuning = service.finetuning
+    folder = finetuning.folder / "jobs"
+    one_at_a_time = threading.Lock()  # so that the jobs of a key are counted right
+    Limit = Annotated[int, Query(ge=1, le=1000)]
+
+    def shown(job: Job) -> dict:
+        if status_of(job)["status"] == "succeeded":
+            list_model(service.catalog, job)
+        return job_object(job)
+
+    @app.post("/v1/fine_tuning/jobs")
+    def create(body: JobRequest, http: HttpRequest):
+        """Create a job, which a worker will take."""
+        check(body, service, finetuning)
+        owner = http.scope["state"].get("owner", "")
+        with on_disk(), one_at_a_time:
+            require_few(folder, owner)
+            return job_object(new_job(body, finetuning, owner))
+
+    @app.get("/v1/fine_tuning/jobs")
+    def listed(after: str | None = None, limit: Limit = 20):
+        """The jobs, the newest first."""
+        with on_disk():
+            names = ids_in(folder, "ftjob")[::-1]
+            return page_of(names, after, limit, lambda name: shown(Job(folder / name)))
+
+    @app.get("/v1/fine_tuning/jobs/{job_id}")
+    def retrieve(job_id: str):
+        """How far a job is."""
+        with on_disk():
+            return shown(Job(place(folder, job_id, "ftjob")))
+
+    @app.post("/v1/fine_tuning/jobs/{job_id}/cancel")
+    def cancel(job_id: str):
+        """End a job. Its worker does that within a second, if there is one."""
+        job = Job(place(folder, job_id, "ftjob"))
+        with on_disk():
+            status = status_of(job)["status"]
+            if status in ("succeeded", "failed"):
+                raise ApiError(400, f"the job has ended already: it has {status}")
+            if status != "cancelled":
+                (job.folder / "cancel").touch()
+                job.add_event("Somebody has cancelled the job")
+            return job_object(job)
+
+    @app.get("/v1/fine_tuning/jobs/{job_id}/events")
+    def events(job_id: str, after: str | None = None, limit: Limit = 20):
+        """What has happened, the newest first: messages, and the losses of steps."""
+        with on_disk():
+            found = events_of(Job(place(folder, job_id, "ftjob")))
+            return page_of(found[::-1], after, limit)
+
+    @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
+    def checkpoints(job_id: str, after: str | None = None, limit: Limit = 10):
+        """The checkpoints that are kept, the newest first. The last one has the job's model."""
+        with on_disk():
+            found = checkpoints_of(Job(place(folder, job_id, "ftjob")))
+            return page_of(found[::-1], after, limit)
+
+
+def check(body: JobRequest, service, finetuning: Finetuning) -> None:
+    """ApiError for a job that cannot be done."""
+    base = service.catalog.base
+    if body.model != base:
+        problem = f"only the base can be finetuned: set model to {base!r}"
+        raise ApiError(400, problem, param="model", code="model_not_found")
+    for name in ("training_file", "validation_file"):
+        file_id = getattr(body, name)
+        if file_id is None:
+            continue
+        try:
+            path = place(finetuning.folder / "files", file_id, "file")
+            n_lines = files.read_json(path / "meta.json", fields=META)["lines"]
+        except (ApiError, UserError, OSError) as error:
+            raise ApiError(400, f"{name}: there is no file {file_id[:100]!r}", name) from error
+        if name == "training_file" and n_lines < FEWEST_LINES:
+            few = f"{name} has {n_lines} line, and one is held out: upload {FEWEST_LINES} or more"
+            raise ApiError(400, few, param=name)
+
+
+def require_few(folder: Path, owner: str) -> None:
+    """ApiError if a key has too many jobs."""
+    n_jobs = 0
+    for name in ids_in(folder, "ftjob"):
+        with contextlib.suppress(UserError, OSError):
+            job = Job(folder / name)
+            n_jobs += status_of(job)["status"] not in ENDED and job.asked["owner"] == owner
+    if n_jobs >= MOST_JOBS:
+        fix = "wait for one to end, or cancel it"
+        raise ApiError(429, f"{n_jobs} jobs of yours wait or run: {fix}", retry_after=60)
+
+
+def new_job(body: JobRequest, finetuning: Finetuning, owner: str) -> Job:
+    """Make the folder of a job: all of it, or nothing."""
+    name = new_id("ftjob")
+    base = re.sub(r"[^A-Za-z0-9._-]+", "-", body.model)[:60]
+    parts = ["ft", base, body.suffix, secrets.token_hex(4)]
+    asked = {
+        "model": body.model,
+        "base": finetuning.base,
+        "chat_template": finetuning.chat_template,
+        "training_file": body.training_file,
+        "validation_file": body.validation_file,
+        "suffix": body.suffix,
+        "seed": random.SystemRandom().randrange(2**31) if body.seed is None else body.seed,
+        "hyperparameters": body.chosen,
+        "metadata": body.metadata,
+        "fine_tuned_model": "-".join(filter(None, parts)),
+        "owner": owner,
+    }
+    folder = finetuning.folder / "jobs"
+    temporary = folder / f".{name}.tmp"
+    try:
+        temporary.mkdir()
+        files.write_atomically(temporary / "job.json", json.dumps(asked, indent=2).encode())
+        Job(temporary).add_event("The job waits for a worker")
+        temporary.rename(folder / name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Job(folder / name)
+
+
+def list_model(catalog, job: Job) -> None:
+    """Let the catalog find the model of a job that has succeeded now, and not seconds later."""
+    with contextlib.suppress(UserError, OSError):
+        name = job.asked["fine_tuned_model"]
+        if name not in catalog.models and name not in catalog.unloaded:
+            catalog.scan()
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+
+
+def status_of(job: Job) -> dict:
+    """The state of a job as clients see it. A job that somebody has cancelled stays cancelled."""
+    try:
+        state = job.state()
+        _ = job.asked
+    except (UserError, OSError) as error:
+        message = one_line(error).replace(f"{job.folder}/", "")
+        fault = {"code": "damaged", "message": message, "param": None}
+        state = NEW_STATE | {"status": "failed", "error": fault, "finished_at": job.created_at}
+    with contextlib.suppress(FileNotFoundError):
+        cancelled_at = int((job.folder / "cancel").stat().st_mtime)
+        state |= {"status": "cancelled", "error": None}
+        state.setdefault("finished_at", cancelled_at)
+    return state
+
+
+def job_object(job: Job) -> dict:
+    """A job as OpenAI's API shows it. Of a damaged one, what is left."""
+    state = status_of(job)
+    nothing = dict.fromkeys(("suffix", "validation_file", "metadata"))
+    asked = nothing | {"model": "unknown", "training_file": "unknown", "seed": 0}
+    with contextlib.suppress(UserError, OSError):
+        asked = job.asked
+    status = state["status"]
+    chosen = asked.get("hyperparameters", {})
+    return {
+        "id": job.id,
+        "object": "fine_tuning.job",
+        "created_at": job.created_at,
+        "finished_at": state.get("finished_at") if status in ENDED else None,
+        "estimated_finish": estimated_finish(job) if status == "running" else None,
+        "model": asked["model"],
+        "fine_tuned_model": asked["fine_tuned_model"] if status == "succeeded" else None,
+        "organization_id": "mpt",
+        "result_files": [],
+        "status": status,
+        "error": state.get("error"),
+        "training_file": asked["training_file"],
+        "validation_file": asked["validation_file"],
+        "trained_tokens": state.get("trained_tokens") if status == "succeeded" else None,
+        "seed": asked["seed"],
+        "hyperparameters": chosen,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": chosen}},
+        "metadata": asked["metadata"],
+        "integrations": [],
+    }
+
+
+def rows_of(job: Job) -> tuple[list[dict], int]:
+    """The metrics of a job's training, and the number of its steps; nothing before it begins."""
+    with contextlib.suppress(UserError, OSError):
+        return runlog.read(job.run_dir), runlog.read_settings(job.run_dir)["max_steps"]
+    return [], 0
+
+
+def estimated_finish(job: Job) -> int | None:
+    """When a training will end, in Unix seconds; None if that is not known yet."""
+    rows, n_steps = rows_of(job)
+    seconds = [row["seconds"] for row in rows[-100:] if "seconds" in row]
+    if not seconds:
+        return None
+    left = (n_steps - rows[-1]["step"]) * statistics.median(seconds)
+    return int(time.time() + left) if math.isfinite(left) else None
+
+
+def events_of(job: Job) -> list[dict]:
+    """All events of a job, oldest first: the lines of events.jsonl, and a row of metrics each."""
+    timed = metric_events(job)
+    fields = {"created_at": float, "level": str, "message": str}
+    with contextlib.suppress(FileNotFoundError):
+        rows, _ = files.read_json_lines(job.folder / "events.jsonl", fields, appended=True)
+        for number, row in enumerate(rows):
+            event = {"type": "message", "level": row["level"], "message": row["message"]}
+            timed.append((row["created_at"], event | {"id": f"{number:06}", "data": None}))
+    timed.sort(key=lambda pair: pair[0])
+    return [
+        event
+        | {
+            "id": f"ftevent-{job.id.removeprefix('ftjob-')}-{event['id']}",
+            "object": "fine_tuning.job.event",
+            "created_at": int(seconds),
+        }
+        for seconds, event in timed
+    ]
+
+
+def metric_events(job: Job) -> list[tuple[float, dict]]:
+    """(Unix seconds, event) of each row of metrics. Rows have no time: their steps' seconds add up
+    from the time at which the training was started.
+    """
+    rows, n_steps = rows_of(job)
+    starts = {}
+    with contextlib.suppress(UserError, OSError):
+        starts = {row["first_step"]: row["time"] for row in runlog.read_launches(job.run_dir)}
+    seconds = float(job.created_at)
+    events = []
+    for row in rows:
+        for first_step in [first for first in starts if row["step"] > first or row["step"] == 0]:
+            seconds = max(seconds, unix_seconds(starts.pop(first_step)))
+        seconds += row.get("seconds", 0.0)
+        for column, name, words in (
+            ("loss", "train_loss", "training loss"),
+            ("val_loss", "valid_loss", "held-out loss"),
+        ):
+            if math.isfinite(row.get(column, math.nan)):
+                data = {"step": row["step"], "total_steps": n_steps, name: row[column]}
+                message = f"Step {row['step']}/{n_steps}: {words} {row[column]:.4f}"
+                event = {"type": "metrics", "level": "info", "message": message, "data": data}
+                events.append((seconds, event | {"id": f"{name}-{row['step']}"}))
+    return events
+
+
+def unix_seconds(text) -> float:
+    """A time as launches.jsonl has it, in Unix seconds; 0 if it is none."""
+    try:
+        return datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def checkpoints_of(job: Job) -> list[dict]:
+    """The checkpoints of a job, oldest first."""
+    rows, n_steps = rows_of(job)
+    found = []
+    with contextlib.suppress(UserError, OSError):
+        name = job.asked["fine_tuned_model"]
+        for path in checkpoint.complete(job.run_dir / "checkpoints"):
+            step = checkpoint.number(path)
+            of_step = [row for row in rows if row["step"] == step]
+            losses = {column: loss_in(of_step, column) for column in ("loss", "val_loss")}
+            part = "" if step == n_steps else f"/checkpoints/step-{step}"
+            found.append(
+                {
+                    "id": f"ftckpt-{job.id.removeprefix('ftjob-')}-{step}",
+                    "object": "fine_tuning.job.checkpoint",
+                    "created_at": int(path.stat().st_mtime),
+                    "fine_tuning_job_id": job.id,
+                    "fine_tuned_model_checkpoint": name + part,
+                    "step_number": step,
+                    "metrics": {
+                        "step": step,
+                        "train_loss": losses["loss"],
+                        "valid_loss": losses["val_loss"],
+                        "full_valid_loss": losses["val_loss"],
+                    },
+                }
+            )
+    return found
+
+
+def loss_in(rows: list[dict], column: str) -> float | None:
+    """The finite value of a column in some rows, None if there is none."""
+    values = [row[column] for row in rows if math.isfinite(row.get(column, math.nan))]
+    return values[-1] if values else None
