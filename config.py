@@ -681,9 +681,11 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
 
     of_a_run = types_of(MPTConfig, TrainConfig).keys()  # this program may have fewer
     sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
+    defaults = {field.name: field.default for cls in classes for field in dataclasses.fields(cls)}
     values = {}
     for settings in [*sources, flags]:
-        changed = {key for key in settings if settings[key] != values.get(key)}
+        before = defaults | values
+        changed = {key for key in settings if settings[key] != before[key]}
         if changed & (of_a_run - SAME_RESULT):
             values.pop("expect", None)  # of the settings before
         for name, other in (("dataset", "mix"), ("mix", "dataset")):

@@ -2,7 +2,9 @@
 
     python serve.py runs/demo
     python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0 --port=8000
-    python serve.py runs/demo --jobs=jobs       and, elsewhere, python -m web.worker jobs
+    python serve.py runs/demo --jobs=jobs      and, elsewhere, python -m web.worker jobs
+    python serve.py runs/demo --runs=runs      and a page that shows the curves of runs
+    python serve.py --runs=runs                the page alone, without a model
 
 RUN is a run folder, one checkpoint in it, or a Hugging Face folder. A request's `model` names it,
 or an adapter of the folder --adapters: PEFT folders and finished runs with --lora_rank.
@@ -57,6 +59,7 @@ class ServeSettings:
     adapters: str = ""  # folder of adapters that requests can name
     jobs: str = ""  # folder of finetuning jobs and uploads, whose models are served
     upload_mb: int = 64  # of a file to finetune on
+    runs: str = ""  # folder of run folders that the page shows
     max_lora_rank: int = 16  # the highest rank of an adapter; sets the size of their bank
     keys: str = ""  # file of API keys, one a line; without it nobody needs one
     force: bool = False  # serve on a public address without keys
@@ -94,8 +97,9 @@ def is_loopback(host: str) -> bool:
 
 
 def main(argv) -> None:
-    """Load the model, then answer requests until SIGTERM or Ctrl-C."""
-    (run,), cfg = config.load(argv, ServeSettings, takes="RUN")
+    """Load the model, if any, then answer requests until SIGTERM or Ctrl-C."""
+    given, cfg = config.load(argv, ServeSettings, takes="[RUN]")
+    run = given[0] if given else ""
     for name in ("fastapi", "uvicorn", "llguidance"):
         require(importlib.util.find_spec(name), f"serve.py needs the package {name}: {EXTRA}")
     has_forms = not cfg.jobs or importlib.util.find_spec("python_multipart")
@@ -103,7 +107,7 @@ def main(argv) -> None:
     from web import app, guard
     from web.server import Server
 
-    require_one_process(run, cfg)
+    require_work(run, cfg)
     is_safe = is_loopback(cfg.host) or cfg.keys or cfg.force
     require(is_safe, f"--host={cfg.host} lets everybody in: give --keys=FILE, or --force")
     keys = guard.read_keys(cfg.keys) if cfg.keys else []
@@ -111,11 +115,13 @@ def main(argv) -> None:
     most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
     require(most_open > 0, f"only {n_files} files may be open: raise it with ulimit -n")
 
-    service = service_of(cfg, run, most_open)
+    service = service_of(cfg, run, most_open) if run else app.Viewer(cfg.max_seconds)
     hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
-    application = app.build(service, keys, hosts, most_open)
+    folders = {"": cfg.runs} if cfg.runs else {}
+    folders |= {"jobs": f"{cfg.jobs}/models"} if cfg.jobs else {}
+    application = app.build(service, keys, hosts, most_open, folders)
     with listening(cfg.host, cfg.port) as waiting:
-        ready = example(waiting, service.catalog.base, keys)
+        ready = example(waiting, service.catalog.base if run else "", keys)
         server = Server(application, service, cfg.drain_seconds, ready)
         asyncio.run(server.serve([waiting]))
 
@@ -179,6 +185,19 @@ def longest_text(cfg: ServeSettings, model: MPTConfig) -> int:
     return min(cfg.max_tokens, model.max_seq_len if model.learned_positions else cfg.max_tokens)
 
 
+def require_work(run: str, cfg: ServeSettings) -> None:
+    """UserError if there is neither a model nor a folder of runs, or one of them is not there."""
+    usage = "name a model, python serve.py RUN, or --runs=FOLDER"
+    require(run or cfg.runs, f"there is nothing to serve: {usage}")
+    is_folder = not cfg.runs or Path(cfg.runs).is_dir()
+    require(is_folder, f"--runs={cfg.runs} is no folder: give one that holds run folders")
+    need = "the model that they belong to: python serve.py RUN"
+    require(run or not cfg.adapters, f"--adapters needs {need}")
+    require(run or not cfg.jobs, f"--jobs needs {need}")
+    if run:
+        require_one_process(run, cfg)
+
+
 def require_one_process(run: str, cfg: ServeSettings) -> None:
     """UserError if several devices were to share the model, by --tp or under torchrun."""
     n = max(cfg.tp, int(os.environ.get("ROLE_WORLD_SIZE", 1)))  # torchrun's number of ranks
@@ -235,10 +254,13 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def example(waiting: socket.socket, model: str, keys: list[str]) -> str:
-    """A request that a user can type."""
+    """A request that a user can type. model: its name, empty if there is none."""
     host, port = waiting.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     key = "-H 'Authorization: Bearer KEY' " if keys else ""
+    if not model:
+        address = f"http://{host}:{port}"
+        return f"showing runs on {address}. Try:\ncurl {key}{address}/api/runs"
     body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32})
     return (
         f"serving {model} on http://{host}:{port}. Try:\n"

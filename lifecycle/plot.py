@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 import config
 import program
 from lifecycle import runlog
@@ -137,6 +139,34 @@ def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]
     val = points(run.vals, x, "val_loss") if what == "loss" else []
     window = 1 if what == "lr" else max(1, len(train) // 50)
     return running_means(train, window), val
+
+
+def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list, list, list]:
+    """(x, low, mean, high) of a column in at most n_points: no minimum and no maximum is lost.
+
+    steps, values: (rows,) each, in the order of the file. Each point stands for equally many rows,
+    and its x is the step of the row in their middle. Rows up to the step `after` are left out, and
+    values that are not finite in fp32. Numbers are rounded to 7 digits.
+    """
+    steps, values = np.asarray(steps, np.int64), np.asarray(values, np.float64)
+    kept = (steps > after) & (np.abs(values) < 3.5e38)
+    steps, values = steps[kept], values[kept]
+    if np.any(np.diff(steps) < 0):
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+    n = min(n_points, len(steps))
+    if n == 0:
+        return [], [], [], []
+
+    begins = np.arange(n) * len(steps) // n
+    ends = np.append(begins[1:], len(steps))
+    columns = [
+        np.minimum.reduceat(values, begins),
+        np.add.reduceat(values, begins) / (ends - begins),
+        np.maximum.reduceat(values, begins),
+    ]
+    rounded = [[float(f"{value:.7g}") for value in column] for column in columns]
+    return steps[(begins + ends - 1) // 2].tolist(), *rounded
 
 
 def running_means(curve: list[tuple], window: int) -> list[tuple]:

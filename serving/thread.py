@@ -12,6 +12,7 @@ A web server whose loop runs in one thread passes the events on with one call a 
 The last event of each request has an `end` (serving/engine.py::Event).
 """
 
+import math
 import queue
 import threading
 import time
@@ -37,7 +38,7 @@ class EngineThread:
         self.is_closed = False
         self.n_submitted = 0
         self.n_ended = 0
-        self.deadline = None  # of time.monotonic, once the engine is to end
+        self.deadline = math.inf  # of time.monotonic, once the engine is to end
         self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
         self.thread.start()
 
@@ -56,11 +57,13 @@ class EngineThread:
     def drain(self, seconds: float) -> None:
         """Refuse new requests, wait for the others, and end what is left after so many seconds.
 
-        Those end with "error". When this returns, the thread has delivered its last event.
+        Those end with "error". When this returns, the thread has delivered its last event. Of two
+        calls the earlier end counts.
         """
+        end = time.monotonic() + seconds
         with self.lock:
             self.is_closed = True
-        self.inbox.put(lambda: setattr(self, "deadline", time.monotonic() + seconds))
+        self.inbox.put(lambda: setattr(self, "deadline", min(self.deadline, end)))
         self.thread.join()
 
     def statistics(self) -> dict[str, int]:
@@ -95,7 +98,7 @@ class EngineThread:
 
     def is_over(self) -> bool:
         """Whether the engine was to end, and has nothing left to do or no time."""
-        if self.deadline is None:
+        if self.deadline == math.inf:
             return False
         return not self.engine.is_busy or time.monotonic() >= self.deadline
 

@@ -65,7 +65,7 @@ PASSING = {
     "BadDigest": "data was damaged on the way",
     "SlowDown": "the store asks for fewer requests",
     "503 Service": "the store is overloaded",
-    "error sending request": "the store does not answer: is AWS_ENDPOINT_URL right?",
+    "error sending request": "the store does not answer: check AWS_ENDPOINT_URL or its like",
     "operation timed out": "the store does not answer in time",
     "response body error": "the connection is cut again and again",
 }

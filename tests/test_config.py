@@ -86,12 +86,14 @@ def test_defaults_then_files_then_flags(write):
         ("--dataset=my/*.txt", False),
         ("other.py", False),
         ("other.py --expect=another", True),
+        ("--n_layers=DEFAULT", True),
     ],
 )
 def test_an_expected_result_is_that_of_the_settings_it_was_written_for(flags, kept, write):
     """A file's `expect` goes when a later file or a flag decides otherwise how the run ends."""
     demo = write('expect = "4.7"\nlr = 2e-3\nwarmup_steps = 5', "demo.py")
     other = write("d_model = 64", "other.py")
+    flags = flags.replace("DEFAULT", str(MPTConfig.n_layers))
     words = [word.replace("other.py", other) for word in flags.split()]
     _, cfg = load([demo, *words], MPTConfig, TrainConfig)
     assert bool(cfg.expect) == kept

@@ -197,7 +197,10 @@ ELSEWHERE = {
     "python -m lessons.spectrum runs/lora-demo": FINETUNED,
     "python -m weights.peft merge runs/lora-demo runs/whole": "tests/weights/test_peft.py",
     "python fsdp_train.py configs/lora_demo.py": FINETUNED,
-    "python serve.py runs/demo": SERVED,
+    "python serve.py runs/demo --runs=runs": SERVED,
+    "python serve.py runs/demo --jobs=jobs": SERVED,
+    "python serve.py runs/demo --runs=runs --jobs=jobs": SERVED,
+    "python -m web.worker jobs": "tests/web/test_jobs.py",
     "python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0": SERVED,
     "pip install obstore": "it needs internet",
     "aws s3 cp --recursive data/my s3://bucket/my": STORED,
@@ -205,6 +208,7 @@ ELSEWHERE = {
     "python fsdp_train.py configs/demo.py --dataset='my/*.txt' --tokenizer=bpe-4096 "
     "--data_dir=s3://bucket/my": STORED,
     "python -m bench serve": "test_the_benchmark_of_the_server below",
+    "python -m bench page": "test_the_benchmark_of_the_page below",
     "python -m bench first_night": "tests/bench/test_bench_first_night.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
     "python -m planning.calibrate results.csv machine.json --save=mine.json": "it refuses a CPU",
@@ -277,6 +281,15 @@ def test_a_server_answers_its_own_example(command, copy, runs):
 def test_the_benchmark_of_the_server(copy):
     command = [sys.executable, "-m", "bench", "serve", "--texts=2", "--turns=1", "--rows=2"]
     assert "engine, 2 rows" in run(command, copy).stdout
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_page(copy):
+    pytest.importorskip("playwright", reason="needs playwright: see requirements-dev.txt")
+    if not shutil.which("chromium"):
+        pytest.skip("needs the program chromium: apt-get install chromium")
+    command = [sys.executable, "-m", "bench", "page", "--runs=2", "--steps=20", "--chosen=2"]
+    assert "2 curves chosen and drawn" in run(command, copy).stdout
 
 
 def test_the_chat_prompt_of_a_page_is_what_training_reads():

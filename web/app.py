@@ -1,5 +1,7 @@
 """The application: which path is answered by what, and every error in OpenAI's shape."""
 
+from dataclasses import dataclass, field
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -7,14 +9,49 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from program import UserError
 from serving.catalog import Model
-from web import files, jobs, shapes
+from text.chat import CHATML
+from web import files, jobs, page, runs, shapes
 from web.completions import Service, respond
 from web.guard import MOST_BYTES, Guard, too_large
+from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
 
 
-def build(service: Service, keys: list[str], hosts: list[str], most_open: int) -> Guard:
-    """The whole ASGI application. The arguments after `service`: see `Guard`."""
+@dataclass
+class Viewer:
+    """In place of a Service where there is no model, only runs to look at."""
+
+    most_seconds: float  # of one request
+    metrics: Metrics = field(default_factory=Metrics)
+    is_draining: bool = False
+
+    def start(self, loop) -> None:
+        """There is no engine to start."""
+
+    def drain(self, seconds: float) -> None:
+        """Nor to end."""
+
+    def statistics(self) -> dict[str, int]:
+        """Nor to count."""
+        return {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken."""
+        return not self.is_draining
+
+
+def build(
+    service: Service | Viewer,
+    keys: list[str],
+    hosts: list[str],
+    most_open: int,
+    folders: dict[str, str] | None = None,
+) -> Guard:
+    """The whole ASGI application. keys, hosts, most_open: see `Guard`.
+
+    folders: of run folders, see `runs.add_runs`.
+    """
     app = FastAPI(
         title="MPT",
         description="OpenAI's completions, from one model and its adapters.",
@@ -24,28 +61,45 @@ def build(service: Service, keys: list[str], hosts: list[str], most_open: int) -
         max_body_size=MOST_BYTES,
     )
     add_errors(app)
-    add_models(app, service)
-    add_generation(app, service)
     upload_bytes = 0
-    if service.finetuning:
-        files.add_files(app, service)
-        jobs.add_jobs(app, service)
-        upload_bytes = service.finetuning.upload_bytes
+    if isinstance(service, Viewer):
+        add_refusals(app)
+    else:
+        add_models(app, service)
+        add_generation(app, service)
+        if service.finetuning:
+            files.add_files(app, service)
+            jobs.add_jobs(app, service)
+            upload_bytes = service.finetuning.upload_bytes
+    if folders:
+        runs.add_runs(app, folders)
+    page.add_planner(app)
+    page.add_page(app, parts_of(service, folders))
     guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics, upload_bytes)
 
     @app.get("/health")
     async def health():
         """Whether new requests are accepted: 200, or 503 while the server shuts down."""
         status = "ok" if service.is_ready else "shutting down"
-        values = {"status": status, **service.thread.statistics()}
+        values = {"status": status, **service.statistics()}
         return JSONResponse(values, 200 if service.is_ready else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics():
         """Counters in Prometheus's text format."""
-        return service.metrics.text(service.thread.statistics(), guard.n_open)
+        return service.metrics.text(service.statistics(), guard.n_open)
 
     return guard
+
+
+def parts_of(service: Service | Viewer, folders: dict | None) -> dict:
+    """Which of its parts the page can use. chat: the model came with a chat template."""
+    parts = {"model": None, "jobs": False, "runs": bool(folders), "chat": False}
+    if isinstance(service, Viewer):
+        return parts
+    has_template = service.template.source != CHATML
+    own = {"model": service.catalog.base, "jobs": bool(service.finetuning), "chat": has_template}
+    return parts | own
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
@@ -97,6 +151,23 @@ def add_models(app: FastAPI, service: Service) -> None:
         except UserError as error:
             raise ApiError(400, str(error), param="lora_name") from error
         return f"{body.lora_name} is unloaded"
+
+
+def add_refusals(app: FastAPI) -> None:
+    """The same paths where there is no model."""
+
+    @app.get("/v1/models")
+    def models():
+        """There are none."""
+        return {"object": "list", "data": []}
+
+    @app.get("/v1/models/{name:path}")
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    def refused():
+        """Any model's name is unknown."""
+        fix = "start it with one: python serve.py RUN --runs=FOLDER"
+        raise shapes.unknown_model(f"this server shows runs, and has no model: {fix}")
 
 
 def card_of(model: Model, service: Service) -> dict:

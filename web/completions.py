@@ -69,9 +69,18 @@ class Service:
         self.chat_stops = list(filter(None, [self.template.end_of_answer()]))
         self.longest_token = max(map(len, self.tokenizer.bytes_of.values()))
 
-    def start(self, deliver) -> None:
-        """Start the engine. deliver: takes `hand_out`'s events over from its thread."""
-        self.thread = EngineThread(self.engine, deliver)
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the engine's thread, whose events come to `loop` with one call a step."""
+        self.thread = EngineThread(self.engine, partial(loop.call_soon_threadsafe, self.hand_out))
+
+    def drain(self, seconds: float) -> None:
+        """Take no more texts, and end those that still run after so many seconds."""
+        if self.thread:  # else it has not started yet
+            self.thread.drain(seconds)
+
+    def statistics(self) -> dict[str, int]:
+        """What the engine does and has done."""
+        return self.thread.statistics()
 
     @property
     def is_ready(self) -> bool:

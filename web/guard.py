@@ -35,7 +35,8 @@ BODY_SECONDS = 30
 UPLOADS = "/v1/files"  # the path whose bodies may be larger, and take longer
 UPLOAD_SECONDS = 600
 READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
-OPEN_TO_ALL = ("/health",)  # without a key
+OPEN_TO_ALL = ("/health", "/")  # without a key
+OPEN_FOLDER = "/static/"  # the page's own files, which ask for the key
 WATCHING = ("/health", "/metrics")  # whatever the load, and not counted as open
 REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
 
@@ -152,7 +153,7 @@ class Guard:
         most_bytes = scope["state"]["most_bytes"]
         if int(headers.get(b"content-length", 0)) > most_bytes:
             raise too_large(most_bytes)
-        if scope["path"] in OPEN_TO_ALL:
+        if scope["path"] in OPEN_TO_ALL or scope["path"].startswith(OPEN_FOLDER):
             return None
         number = self.number_of_key(headers.get(b"authorization", b""))
         # Jobs belong to a key for longer than it has this number.

@@ -6,6 +6,16 @@ from collections import Counter
 SECONDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]  # upper ends of buckets
 
 
+OF_ENGINE = {  # name: (kind, help)
+    "texts_running": ("gauge", "Texts in the batch."),
+    "texts_waiting": ("gauge", "Texts that wait for a row."),
+    "steps_total": ("counter", "Steps of the engine."),
+    "prompt_tokens_total": ("counter", "Tokens of prompts that were read."),
+    "prefix_tokens_total": ("counter", "Tokens of prompts that were known from an earlier one."),
+    "new_tokens_total": ("counter", "Tokens that were generated."),
+}
+
+
 class Histogram:
     """How often a number fell into each bucket."""
 
@@ -40,7 +50,8 @@ class Metrics:
     def text(self, engine: dict[str, int], n_open: int) -> str:
         """All in Prometheus's text format.
 
-        engine: `EngineThread.statistics`. n_open: requests that are being answered.
+        engine: `EngineThread.statistics`; empty without one.
+        n_open: requests that are being answered.
         """
         lines = []
 
@@ -51,15 +62,10 @@ class Metrics:
             add(name, kind, help_text, [f"{name} {value}"])
 
         number("mpt_requests_open", "gauge", "Requests that are being answered.", n_open)
-        number("mpt_texts_running", "gauge", "Texts in the batch.", engine["running"])
-        number("mpt_texts_waiting", "gauge", "Texts that wait for a row.", engine["waiting"])
-        for name, help_text in {
-            "steps": "Steps of the engine.",
-            "prompt_tokens": "Tokens of prompts that were read.",
-            "prefix_tokens": "Tokens of prompts that were known from an earlier one.",
-            "new_tokens": "Tokens that were generated.",
-        }.items():
-            number(f"mpt_{name}_total", "counter", help_text, engine[name])
+        for name, (kind, help_text) in OF_ENGINE.items():
+            if engine:
+                key = name.removeprefix("texts_").removesuffix("_total")
+                number(f"mpt_{name}", kind, help_text, engine[key])
         answers = [
             f'mpt_answers_total{{path="{path}",status="{status}"}} {count}'
             for (path, status), count in sorted(self.answers.items())

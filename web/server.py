@@ -3,6 +3,8 @@
     SIGTERM, Ctrl-C         no new connections; requests that are open go on
     after `drain_seconds`   texts that still run end with an error in their answer
     then                    connections close, the process ends with status 0
+    a second signal         texts end at once
+    a third one             the process ends at once
 
 Uvicorn alone would cut open answers, and tell the application only afterwards. It also waits for
 ever for a request's head: a client that never sends one is cut off here.
@@ -11,6 +13,7 @@ ever for a request's head: a client that never sends one is cut off here.
 import asyncio
 import errno
 import json
+import os
 import sys
 import threading
 from functools import partial
@@ -19,6 +22,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from web.app import Viewer
 from web.completions import Service
 from web.guard import SPARE_FILES, Guard
 from web.shapes import ApiError
@@ -86,7 +90,7 @@ class Server(uvicorn.Server):
     ready: what to print when clients can come.
     """
 
-    def __init__(self, app: Guard, service: Service, drain_seconds: float, ready: str):
+    def __init__(self, app: Guard, service: Service | Viewer, drain_seconds: float, ready: str):
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -104,13 +108,14 @@ class Server(uvicorn.Server):
         self.service = service
         self.drain_seconds = drain_seconds
         self.ready = ready
+        self.n_signals = 0  # SIGTERM or Ctrl-C
         self.is_full = False  # all files were open once, and a line has said so
 
     async def startup(self, sockets=None) -> None:
-        """Start the engine's thread, whose events come to this loop with one call a step."""
+        """Start the engine's thread, then listen."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self.note_error)
-        self.service.start(partial(loop.call_soon_threadsafe, self.service.hand_out))
+        self.service.start(loop)
         await super().startup(sockets)
         print(self.ready, flush=True)
 
@@ -124,13 +129,13 @@ class Server(uvicorn.Server):
             print("all files are open: raise ulimit -n for more clients", file=sys.stderr)
 
     def handle_exit(self, sig: int, frame) -> None:
-        """Begin to drain. A second signal ends at once."""
+        """Begin to drain, or end sooner what is draining."""
         self.should_exit = True
-        if self.service.is_draining:
-            self.force_exit = True
-            return
+        self.n_signals += 1
+        if self.n_signals > 2:
+            os._exit(1)  # the engine's thread may be inside PyTorch: an ordinary end would abort
         self.service.is_draining = True
-        if self.service.thread:  # else it has not started yet
-            print(f"draining for up to {self.drain_seconds:g} s", file=sys.stderr, flush=True)
-            drain = partial(self.service.thread.drain, self.drain_seconds)
-            threading.Thread(target=drain, daemon=True).start()
+        seconds = self.drain_seconds if self.n_signals == 1 else 0
+        print(f"draining for up to {seconds:g} s", file=sys.stderr, flush=True)
+        drain = partial(self.service.drain, seconds)
+        threading.Thread(target=drain, daemon=True).start()

@@ -33,7 +33,7 @@ from storage import files
 from storage.checkpoint_files import read_metadata, reason_of
 from tensor_parallel import Team, cut, layout_of
 from text import tokenizer as tokenizers
-from weights import hf_tokenizer
+from weights import card, hf_tokenizer
 from weights.hf_config import (
     check_format,
     config_from,
@@ -202,6 +202,7 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
     with published(Path(folder)) as staging:
         if path:  # before the weights: this may fail, and they take minutes
             settings |= hf_tokenizer.export(path, staging)
+            card.write_beside(staging, path)
         write_folder(staging, tensors, max_bytes, read)
         (staging / "config.json").write_text(json.dumps(settings, indent=2))
 

@@ -38,7 +38,7 @@ from config import LINEAR_LAYERS, MPTConfig, TrainConfig
 from model import MPT
 from program import UserError, require
 from storage import files
-from weights import hf, hf_tokenizer, load
+from weights import card, hf, hf_tokenizer, load
 from weights.adapters import Adapter, check_fits, of_run
 from weights.tensor_files import Stored, opened, stored_as, write_safetensors
 
@@ -242,8 +242,10 @@ def is_peft(path) -> bool:
 # Writing
 
 
-def write(folder, adapter: Adapter) -> None:
+def write(folder, adapter: Adapter, found: Path | None = None) -> None:
     """Write an adapter as a PEFT folder, for the layers that its tensors name.
+
+    found: the checkpoint that it is from, whose model card is written beside it.
 
     Its base should be the name under which others find it: a Hub name or a folder. Raises UserError
     if the folder has content already, or if the run trained more than adapters.
@@ -271,6 +273,8 @@ def write(folder, adapter: Adapter) -> None:
     with hf.published(Path(folder)) as staging:
         write_safetensors(staging / TENSOR_FILE, theirs)
         (staging / CONFIG_FILE).write_text(json.dumps(foreign, indent=2))
+        if found:
+            card.write_beside(staging, found)
 
 
 def targets_of(adapter: Adapter) -> dict:
@@ -309,7 +313,7 @@ def export(run, folder, base_model: str = "") -> None:
     adapter = of_run(run)
     if base_model:
         adapter.base = base_model
-    write(folder, adapter)
+    write(folder, adapter, checkpoint.find(str(run)))
     print(f"{folder}: adapters of rank {adapter.rank} for {adapter.base}")
     if not base_model and load.is_run(Path(adapter.base)):
         command = f"python -m weights.hf export {program.shell(adapter.base)} BASE"

@@ -10,6 +10,7 @@ import types
 from fastapi.testclient import TestClient
 
 from serving.catalog import Catalog
+from text import chat
 from text import tokenizer as tokenizers
 from web import app
 from web.files import Finetuning
@@ -25,6 +26,7 @@ def client_of(folder, base="base", upload_bytes=8 * 2**20, key=KEYS[0], chat_tem
     service = types.SimpleNamespace(
         finetuning=finetuning,
         tokenizer=tokenizers.load("bytes"),
+        template=chat.load_template("", {}),
         catalog=Catalog("base", folder / "jobs/models", lambda path: None, check=None),
         metrics=Metrics(),
         most_seconds=600,

@@ -51,10 +51,11 @@ def wait_for(condition) -> None:
 
 
 class Served:
-    """A running serve.py. n_files: how many it may open."""
+    """A running serve.py. model: what it serves, if anything. n_files: how many it may open."""
 
-    def __init__(self, folder, *flags, n_files=None):
-        command = [sys.executable, str(ROOT / "serve.py"), "run", "--port=0", "--max_tokens=256"]
+    def __init__(self, folder, *flags, model="run", n_files=None):
+        words = [model, "--max_tokens=256"] if model else []
+        command = [sys.executable, str(ROOT / "serve.py"), *words, "--port=0"]
         self.log = Path(tempfile.mkdtemp(dir=folder)) / "log.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

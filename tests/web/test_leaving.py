@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 
 import pytest
 from conftest import PATIENCE
@@ -306,4 +307,16 @@ def test_a_second_signal_ends_at_once(folder):
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(PATIENCE) == 0, served.said()
         assert client.recv(100).startswith(b"HTTP/1.1 503"), served.said()
+    assert "Traceback" not in served.said(), served.said()
+
+
+def test_a_third_signal_ends_even_what_hangs(folder):
+    served = Served(folder, "--rows=1", f"--drain_seconds={PATIENCE}", "--max_tokens=4096")
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
+        client.sendall(message({**LONG, "max_tokens": 4000, "n": 1, "stream": True}))
+        wait_for(lambda: served.health()["running"])
+        for _ in range(3):
+            served.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)  # two equal signals at once would arrive as one
+        assert served.process.wait(PATIENCE) in (0, 1), served.said()
     assert "Traceback" not in served.said(), served.said()

@@ -1,0 +1,361 @@
+"""The page in a real browser, and how it is served.
+
+The slow test is the whole story of a user: upload, mend, train, watch, cancel, try, compare.
+"""
+
+import contextlib
+import html.parser
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import PATIENCE, ROOT, rooms_on_path
+from servers import KEY, Served, wait_for
+
+pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
+
+from finetuning import lines  # noqa: E402
+
+from bench.page import FLAGS, write_run  # noqa: E402
+from web import app  # noqa: E402
+from web.jobs import Job  # noqa: E402
+from web.worker import pids_left  # noqa: E402
+
+MS = 1000 * PATIENCE
+SIZES = [(1280, 860), (390, 844)]
+THEMES = ["light", "dark"]
+
+
+@contextlib.contextmanager
+def viewer(folders, keys=()):
+    """The port of a server without a model, which shows the runs of `folders`."""
+    hosts = ["127.0.0.1", "localhost"]
+    guarded = app.build(app.Viewer(most_seconds=PATIENCE), list(keys), hosts, 100, folders)
+    server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning"))
+    with socket.create_server(("127.0.0.1", 0)) as waiting:
+        thread = threading.Thread(target=server.run, args=([waiting],))
+        thread.start()
+        wait_for(lambda: server.started)
+        yield waiting.getsockname()[1]
+        server.should_exit = True
+        thread.join(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def port():
+    """A viewer with a key, and no runs."""
+    with viewer({}, [KEY]) as port:
+        yield port
+
+
+def get(port, path, key=None):
+    """(status, headers, text) of a GET. The path is sent as it is."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, answer.headers, text
+
+
+# --- Without a browser
+
+
+def test_the_page_needs_no_key_and_what_it_shows_does(port):
+    status, headers, text = get(port, "/")
+    assert status == 200 and text.startswith("<!doctype html>")
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+    assert policy["default-src"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    for path in ("/api/about", "/api/runs", "/api/plan/choices", "/v1/models"):
+        assert get(port, path)[0] == 401
+    nothing = {"model": None, "jobs": False, "runs": False, "chat": False}
+    assert json.loads(get(port, "/api/about", KEY)[2]) == nothing
+
+
+class Loaded(html.parser.HTMLParser):
+    """Collects what a page loads, and fails for what the policy forbids in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        assert tag != "style" and "style" not in given and (tag != "script" or "src" in given)
+        assert not [name for name in given if name.startswith("on")]
+        for address in filter(None, (given.get("src"), tag == "link" and given["href"])):
+            self.names.add(address)
+
+
+def test_every_file_of_the_page_is_reachable(port):
+    loaded = Loaded()
+    loaded.feed(get(port, "/")[2])
+    wanted = {address for address in loaded.names if not address.startswith("data:")}
+    on_disk = {f"/static/{path.name}" for path in (ROOT / "web" / "static").iterdir()}
+    assert wanted == on_disk - {"/static/index.html"}
+    for address in on_disk:
+        status, headers, text = get(port, address)
+        assert status == 200 and headers["Content-Type"].startswith("text/")
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        imported = re.findall(r'from "\./([\w.]+)"', text)
+        assert {f"/static/{name}" for name in imported} <= on_disk
+
+
+def test_no_file_outside_is_reachable(port):
+    outside = ["../page.py", "..%2fpage.py", "%2e%2e/page.py", "..%5cpage.py", "./../page.py"]
+    outside += ["", ".", "..", "//etc/passwd", "%2fetc%2fpasswd", "index.html%00", "nothing.js"]
+    outside += ["style.css/", "../static/style.css%2f..%2f..%2fpage.py", "x" * 5000]
+    for name in outside:
+        status, _, text = get(port, f"/static/{name}")
+        assert status == 404 and "error" in json.loads(text), name
+
+
+# --- In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's Chromium, or your own."""
+    library = pytest.importorskip(
+        "playwright.sync_api", reason="needs playwright: see requirements-dev.txt"
+    )
+    path = shutil.which("chromium")
+    if not path:
+        pytest.skip("needs the program chromium: apt-get install chromium")
+    with library.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """A tab, which notes all that the console says."""
+
+    def __init__(self, browser, port, size=SIZES[0], theme="light"):
+        width, height = size
+        viewport = {"width": width, "height": height}
+        self.context = browser.new_context(viewport=viewport, color_scheme=theme)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(MS)
+        self.url = f"http://127.0.0.1:{port}"
+        self.said = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append(f"dialog: {dialog.message}"))
+
+    def open(self, view):
+        """Go to a view of the page."""
+        self.page.goto(f"{self.url}/#{view}")
+        return self.page
+
+    def errors(self) -> list[str]:
+        """What the console said, without the answers of the server that a test provokes."""
+        return [text for text in self.said if "the server responded with a status of 4" not in text]
+
+
+def accessible(page) -> list[str]:
+    """What axe-core finds to be wrong, seriously."""
+    library = pytest.importorskip("axe_playwright_python")
+    page.evaluate((Path(library.__path__[0]) / "axe.min.js").read_text())
+    found = page.evaluate("() => axe.run()")["violations"]
+    serious = [one for one in found if one["impact"] in ("serious", "critical")]
+    return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in serious]
+
+
+HOSTILE = '<img src=x onerror="document.title=1">'
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of runs: two sound ones, one with a hostile name, a damaged one."""
+    folder = tmp_path_factory.mktemp("runs")
+    for number, name in enumerate(["team/first", "team/second", HOSTILE, "broken"]):
+        write_run(folder / name, 300, number)
+    (folder / "broken" / "config.json").write_text("{")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_viewer_asks_for_the_key_and_shows_names_as_text(browser, runs):
+    with viewer({"": runs}, [KEY]) as port:
+        visit = Visit(browser, port)
+        page = visit.open("runs")
+        for key in ("wrong", KEY):
+            page.get_by_label("API key").fill(key)
+            page.get_by_role("button", name="Continue").click()
+            if key == "wrong":
+                page.get_by_text("The server does not know this key.").wait_for()
+        row = page.get_by_role("row", name=HOSTILE)
+        row.get_by_role("checkbox").check()
+        page.get_by_label("Choose team/first").check()
+        page.locator("#run-chart polyline").nth(1).wait_for(state="attached")
+        page.get_by_text("Settings that differ").wait_for()
+        assert "damaged" in page.get_by_role("row", name="broken").inner_text()
+        assert page.title().startswith("Runs")
+        page.get_by_label("Filter").first.fill("team second")
+        page.get_by_text("1 of 4 runs").wait_for()
+        for view, needs in (("playground", "model"), ("jobs", "jobs")):
+            visit.open(view).locator(f"#no-{needs}").get_by_text("python serve.py").wait_for()
+        assert visit.errors() == []
+
+
+@pytest.mark.slow
+def test_a_new_step_of_a_run_appears_by_itself(browser, runs):
+    with viewer({"": runs}) as port:
+        page = Visit(browser, port).open("runs?run=team%2Fsecond")
+        page.get_by_text("at step 300").wait_for()
+        row = json.loads((runs / "team/second/metrics.jsonl").read_text().splitlines()[-1])
+        with (runs / "team/second/metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**row, "step": 301, "loss": 1.2345}) + "\n")
+        page.get_by_text("at step 301").wait_for()
+
+
+@pytest.mark.slow
+def test_the_keyboard_is_enough(browser, runs):
+    with viewer({"": runs}) as port:
+        page = Visit(browser, port).open("planner")
+        page.get_by_role("link", name="Runs").focus()
+        page.keyboard.press("Enter")
+        page.get_by_label("Choose team/first").focus()
+        page.keyboard.press("Space")
+        page.locator("#run-chart polyline").first.wait_for(state="attached")
+        page.locator("#run-chart .plot").focus()
+        page.keyboard.press("ArrowLeft")
+        assert "team/first" in page.locator("#run-chart .tip").inner_text()
+
+
+# --- The whole story
+
+
+@pytest.fixture
+def place(tiny_run, tmp_path):
+    """A folder with a base, served with jobs and runs, and a worker. Nothing is left running."""
+    shutil.copytree(tiny_run, tmp_path / "run")
+    shutil.copytree(tiny_run, tmp_path / "runs" / "base")
+    (tmp_path / "keys.txt").write_text(KEY)
+    flags = ["--jobs=jobs", "--runs=runs", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
+    server = Served(tmp_path, *flags)
+    command = [sys.executable, "-m", "web.worker", "jobs", "--poll_seconds=0.05"]
+    worker = subprocess.Popen(command, cwd=tmp_path, env=rooms_on_path())
+    yield server
+    for process in (worker, server.process):
+        process.kill()
+        process.wait()
+    for job in map(Job, (tmp_path / "jobs/jobs").glob("ftjob-*")):
+        for pid in pids_left(job):
+            os.kill(pid, signal.SIGKILL)
+
+
+def choose_file(page, content) -> None:
+    """Upload examples as pairs.jsonl."""
+    file = {"name": "pairs.jsonl", "mimeType": "application/jsonl", "buffer": content}
+    field = page.get_by_label("File", exact=True)
+    field.wait_for()  # set_input_files would also fill one that is still hidden
+    field.set_input_files(file)
+
+
+def start_job(page, suffix, epochs) -> None:
+    """Start a job on the chosen file, and wait until it is in the list."""
+    page.get_by_label("Suffix").fill(suffix)
+    page.get_by_label("Epochs").fill(str(epochs))
+    n_jobs = page.locator("#job-list > li").count()
+    page.get_by_role("button", name="Start the job").click()
+    page.locator("#job-list > li").nth(n_jobs).wait_for()
+
+
+@pytest.mark.slow
+def test_the_whole_story(browser, place, tmp_path):
+    visit = Visit(browser, place.port)
+    page = visit.open("jobs")
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Continue").click()
+
+    examples = lines(60).splitlines(keepends=True)
+    choose_file(page, b"".join([*examples[:6], b'{"prompt": "' + HOSTILE.encode(), *examples[7:]]))
+    page.get_by_text("1 wrong line in pairs.jsonl").wait_for()
+    assert page.locator("#upload-lines tbody tr").inner_text().startswith("7")
+    choose_file(page, b"".join(examples))
+    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+
+    start_job(page, "first", 20)
+    start_job(page, "second", 50)
+    second, first = (page.locator("#job-list > li").nth(number) for number in range(2))
+    first.locator("polyline").wait_for(state="attached")  # its losses come
+    second.get_by_role("button", name="Cancel").click()
+    second.get_by_text("cancelled", exact=True).wait_for()
+    first.get_by_text("finished", exact=True).wait_for()
+    first.get_by_role("button", name="Try it").click()
+
+    page.get_by_label("Prompt", exact=True).last.fill(f"{HOSTILE} it's")
+    page.get_by_text("JSON schema").click()
+    page.get_by_label("The answer conforms").fill(json.dumps(SCHEMA))
+    page.locator("#model-b option", has_text="run").last.wait_for(state="attached")
+    made = page.locator("#model-a").input_value()
+    assert "first" in made and page.locator("#model-b").input_value() == "run"
+    page.get_by_role("button", name="Generate").click()
+    page.get_by_text("Done.").wait_for()
+    states = page.locator(".answer > p").all_inner_texts()
+    assert len(states) == 2 and all("valid JSON" in state for state in states), states
+    assert HOSTILE in page.locator(".answer").first.inner_text()
+    page.get_by_role("button", name="Copy as curl").click()
+    command = page.locator("#curl-text").inner_text()
+    environment = {**os.environ, "KEY": KEY}
+    answered = subprocess.run(["bash", "-c", command], env=environment, stdout=subprocess.PIPE)
+    assert json.loads(answered.stdout)["model"] == made
+
+    visit.open("runs")
+    page.get_by_label("Choose base").check()
+    page.get_by_label(f"Choose jobs/{made}").check()
+    page.locator("#run-chart polyline").nth(1).wait_for(state="attached")
+    page.get_by_role("cell", name="lora_rank", exact=True).wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Model card").last.click()
+    assert made in Path(download.value.path()).read_text()
+    visit.open("evaluation").locator("#evaluation-status").wait_for()
+    assert visit.errors() == [] and page.title().startswith("Evaluation")
+    look_at_all(browser, place, f"runs?run=base&run=jobs/{made}", tmp_path)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+SEEN = {  # view: what is there as soon as it has loaded
+    "playground": "#model-b option:nth-child(2)",
+    "runs": "#run-chart polyline",
+    "evaluation": "#evaluation-status",
+    "jobs": "#job-list li",
+    "planner": "#plan-model option",
+}
+
+
+def look_at_all(browser, place, runs, folder) -> None:
+    """Each view in both sizes and themes: a picture, nothing too wide, readable for all."""
+    for size in SIZES:
+        for theme in THEMES:
+            visit = Visit(browser, place.port, size, theme)
+            visit.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{KEY}')")
+            for view, there in SEEN.items():
+                page = visit.open(runs if view == "runs" else view)
+                page.locator(there).first.wait_for(state="attached")
+                page.screenshot(path=folder / f"{view}-{size[0]}-{theme}.png", full_page=True)
+                too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+                assert too_wide <= 0, (view, size)
+                assert accessible(page) == [], (view, size, theme)
+            assert visit.errors() == []
+            visit.context.close()

@@ -1,0 +1,676 @@
+"""Run folders as JSON: a list of all, their curves, settings and evaluations.
+
+    GET /api/runs                        one line for each run, from the end of its metrics
+    GET /api/runs/NAME/curve             a column of its metrics, in as many points as asked for
+    GET /api/runs/NAME/about             settings, launches, evaluation
+    GET /api/runs/NAME/card              the model card (weights/card.py)
+    GET /api/evaluations                 the scores of all runs, task by task
+
+There may be hundreds of runs of millions of rows. The list reads the last 64 KB of a file, and
+nothing of a file that has not changed. A curve's file is read once, from where the reading before
+ended (`Columns`): 24 bytes stay in memory for a row, and the runs that were asked for least
+recently are forgotten. Its points keep the minima and maxima of the rows between them.
+
+A name is a path below a root, at most three folders deep. Links are not followed.
+"""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import re
+import stat
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from fastapi import FastAPI, Query
+from fastapi.responses import HTMLResponse, Response
+
+import config
+from config import MPTConfig, TrainConfig
+from lifecycle import lease, plot, runlog
+from program import UserError, require
+from storage import files
+from web.shapes import ApiError
+from weights import card
+
+DEPTH = 3  # of folders below a root
+MARKS = ("metrics.jsonl", "launches.jsonl", "lease.json", "checkpoints")  # of a run folder
+TAIL_BYTES = 2**16  # of metrics.jsonl, in which the last rows are looked for
+MORE_BYTES = 2**20  # in which an evaluation is looked for if it is not there
+CHUNK = 2**20  # bytes that are read at once
+READ_SECONDS = 2.0  # for one answer; a curve that takes longer comes in parts
+MOST_ROWS = 4_000_000  # in memory, of all runs together, unless a single run has more
+MOST_POINTS = 5000
+CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+
+
+def add_runs(app: FastAPI, folders: dict[str, Path | str]) -> None:
+    """Add the endpoints. folders: {prefix of names, without a slash: folder of run folders}."""
+    runs = Runs(folders)
+
+    @app.get("/api/runs")
+    def listed():
+        """All runs, the one that changed last first."""
+        return as_json({"runs": runs.listed()})
+
+    @app.get("/api/runs/{name:path}/curve")
+    def curve(
+        name: str,
+        column: str = "loss",
+        points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 600,
+        after: Annotated[int, Query(ge=-1, lt=2**63)] = -1,
+    ):
+        """A column of a run's metrics, in at most so many points, of the steps after one."""
+        return as_json(runs.curve(name, column, points, after))
+
+    @app.get("/api/runs/{name:path}/about")
+    def about(name: str):
+        """The settings of a run, its launches, its evaluation."""
+        return as_json(runs.about(name))
+
+    @app.get("/api/runs/{name:path}/card")
+    def model_card(name: str):
+        """The model card, one HTML file."""
+        file = re.sub(r"[^A-Za-z0-9._-]", "-", name)[-100:]
+        headers = {
+            "Content-Disposition": f'attachment; filename="{file}-card.html"',
+            "Content-Security-Policy": card.POLICY,
+            "X-Content-Type-Options": "nosniff",
+        }
+        return HTMLResponse(runs.card(name).encode(errors="replace"), headers=headers)
+
+    @app.get("/api/evaluations")
+    def evaluations():
+        """The scores of all runs that have any."""
+        return as_json(runs.evaluations())
+
+
+def as_json(value) -> Response:
+    """An answer in ASCII: names and settings may hold what is no UTF-8. No NaN, no Infinity."""
+    content = json.dumps(plain(value), allow_nan=False).encode()
+    return Response(content, media_type="application/json")
+
+
+def plain(value, depth: int = 8):
+    """A value that JSON can hold: None for a number that is not finite, and no deep nests."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict | list) and not depth:
+        return "..."
+    if isinstance(value, dict):
+        return {str(key): plain(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, depth - 1) for inner in value]
+    return value
+
+
+# --------------------------------------------------------------------------------------------------
+# All runs
+
+
+class Runs:
+    """The runs of some folders. Any thread may call any method."""
+
+    def __init__(self, folders: dict[str, Path | str]):
+        self.roots = {prefix: Path(folder) for prefix, folder in folders.items()}
+        self.summaries = {}  # folder -> Summary
+        self.columns = OrderedDict()  # folder -> Columns, the one asked for last at the end
+        self.list_lock = threading.Lock()
+        self.curve_lock = threading.Lock()
+
+    def listed(self) -> list[dict]:
+        """A line for each run, the one that changed last first."""
+        with self.list_lock:
+            found = [self.line(name, folder) for name, folder in self.found()]
+        return sorted(found, key=lambda line: line["updated"], reverse=True)
+
+    def found(self) -> list[tuple[str, Path]]:
+        """(name, folder) of each run, and of each folder that could be meant to be one."""
+        found = []
+        for prefix, root in self.roots.items():
+            head = f"{prefix}/" if prefix else ""
+            found += [(f"{head}{name}", folder) for name, folder in below(root)]
+        known = {folder for _, folder in found}
+        for folder in self.summaries.keys() - known:
+            del self.summaries[folder]
+        return found
+
+    def line(self, name: str, folder: Path) -> dict:
+        """What the list says of a run."""
+        summary = self.summaries.setdefault(folder, Summary(folder))
+        printable = "".join(letter if letter.isprintable() else "\ufffd" for letter in name)
+        line = {"name": printable, **summary.line()}
+        columns = self.columns.get(folder)
+        if columns and not line["problem"]:
+            line["problem"] = columns.problem
+        if printable != name:
+            line |= {"state": "damaged", "problem": "its folder has no printable name: rename it"}
+        return line
+
+    def folder(self, name: str) -> Path:
+        """The folder of a run. ApiError unless there is one, below one of the roots."""
+        unknown = ApiError(404, f"there is no run {name[:100]!r}", param="name")
+        prefix, _, rest = name.partition("/")
+        root = self.roots.get(prefix) if rest and prefix else None
+        if not root:
+            root, rest = self.roots.get(""), name
+        parts = rest.split("/")
+        is_name = len(parts) <= DEPTH and not {"", ".", ".."} & set(parts) and "\0" not in rest
+        if not root or not is_name:
+            raise unknown
+        folder = root
+        for part in parts:
+            folder = folder / part
+            if not is_folder(folder):
+                raise unknown
+        return folder
+
+    def curve(self, name: str, column: str, points: int, after: int) -> dict:
+        """A column of a run: x, low, mean, high and more. ApiError if there is none."""
+        if column not in CURVES:
+            raise ApiError(400, f"column is {column[:40]!r}: set one of {CURVES}", param="column")
+        folder = self.folder(name)
+        with self.curve_lock:
+            columns = self.read(folder)
+            last = columns.steps[-1] if columns.steps else 0
+            restarts = card.restarts_of(folder, last)
+            return {
+                "column": column,
+                "last": last,
+                **columns.curve(column, points, after),
+                "val": columns.validation(points, after) if column == "loss" else NO_POINTS,
+                "restarts": [{"x": at, "label": label} for at, label in restarts],
+                "problem": columns.problem,
+            }
+
+    def read(self, folder: Path) -> "Columns":
+        """The columns of a run, as far as its file can be read in READ_SECONDS."""
+        columns = self.columns.setdefault(folder, Columns(folder / "metrics.jsonl"))
+        self.columns.move_to_end(folder)
+        columns.read(time.monotonic() + READ_SECONDS)
+        n_rows = sum(len(each.steps) for each in self.columns.values())
+        while n_rows > MOST_ROWS and len(self.columns) > 1:
+            _, forgotten = self.columns.popitem(last=False)
+            n_rows -= len(forgotten.steps)
+        return columns
+
+    def about(self, name: str) -> dict:
+        """Settings, launches and evaluation of a run."""
+        folder = self.folder(name)
+        problems = []
+        settings, launches = {}, []
+        with noted(problems):
+            settings = settings_of(folder)
+        with noted(problems):
+            launches = card.launches_of(folder)
+        with self.list_lock:
+            line = self.line(name, folder)
+            evaluation = self.summaries[folder].evaluation()
+        problem = line["problem"] or "; ".join(problems) or None
+        about = {"name": name, "settings": settings, "launches": launches}
+        return about | {"evaluation": evaluation, "problem": problem}
+
+    def card(self, name: str) -> str:
+        """The model card of a run. ApiError if it has no settings."""
+        folder = self.folder(name)
+        scores = self.about(name)["evaluation"]
+        with self.curve_lock:
+            record = self.read(folder).record(scores)
+        try:
+            return card.page(folder, name, record)
+        except (UserError, OSError) as error:
+            raise ApiError(404, f"the run {name[:100]!r} has no card: {words_of(error)}") from error
+
+    def evaluations(self) -> dict:
+        """The scores of all runs that have any, and the names of the tasks."""
+        with self.list_lock:
+            rows = []
+            for name, folder in self.found():
+                self.line(name, folder)
+                if scores := self.summaries[folder].evaluation():
+                    rows.append({"name": name, "scores": scores})
+        tasks = sorted({task for row in rows for task in row["scores"]})
+        return {"tasks": tasks, "rows": sorted(rows, key=lambda row: row["name"])}
+
+
+NO_POINTS = {"x": [], "y": []}
+
+
+@contextlib.contextmanager
+def noted(problems: list[str]):
+    """Add to `problems` what cannot be read in this block."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        problems.append(words_of(error))
+
+
+def words_of(error: Exception) -> str:
+    """What is wrong with a file, without the path of its folder."""
+    if isinstance(error, OSError):
+        return f"{Path(error.filename or 'a file').name}: {error.strerror}"
+    return str(error)
+
+
+def below(root: Path, depth: int = DEPTH) -> list[tuple[str, Path]]:
+    """(path below the root, folder) of the run folders there, by name.
+
+    Also of folders that cannot be read, are empty, or hold another model: they are shown as such.
+    """
+    found = []
+    for name, names, folders in folders_of(root):
+        folder = root / name
+        is_shown = not folders and (not names or "config.json" in names)
+        if names is None or is_shown or not names.isdisjoint(MARKS):
+            found.append((name, folder))
+        elif depth > 1:
+            found += [(f"{name}/{rest}", inner) for rest, inner in below(folder, depth - 1)]
+    return found
+
+
+def folders_of(folder: Path) -> list[tuple[str, set | None, bool]]:
+    """(name, names of what is in it, whether folders are among these) of each folder in one.
+
+    The names are None if the folder cannot be read.
+    """
+    found = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+                continue
+            try:
+                with os.scandir(entry.path) as inner:
+                    inside = [(each.name, each.is_dir(follow_symlinks=False)) for each in inner]
+            except OSError:
+                found.append((entry.name, None, False))
+                continue
+            found.append((entry.name, {name for name, _ in inside}, any(d for _, d in inside)))
+    return found
+
+
+def is_folder(path: Path) -> bool:
+    """Is this a folder, and no link to one?"""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (OSError, ValueError):  # ValueError: a character that no path has
+        return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of a run
+
+
+def stamp_of(path: Path) -> tuple | None:
+    """What changes with a file: None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def opened(path: Path):
+    """Open a file of a run for reading bytes. UserError for a link, and what is no file."""
+    require(not path.is_symlink(), f"{path.name} is a link, which is not followed here")
+    return files.open_regular(path)
+
+
+def settings_of(folder: Path) -> dict:
+    """config.json of a run. UserError if it is damaged, OSError if it is not there."""
+    return config.renamed(files.parse_json(card.content_of(folder / "config.json"), "config.json"))
+
+
+def is_held(folder: Path) -> bool:
+    """Does a process own this run now? Its lease has a heartbeat every lease.BEAT seconds.
+
+    The lock itself is left alone: a run that starts would take a reader for another run.
+    """
+    path = folder / "lease.json"
+    try:
+        if path.is_symlink() or os.lstat(path).st_size > TAIL_BYTES:
+            return False
+        owner = lease.read_lease(path)
+        age = time.time() - os.lstat(path).st_mtime
+    except OSError:
+        return False
+    if not owner or age > 3 * lease.BEAT:
+        return False
+    return owner["host"] != platform.node() or is_alive(owner["pid"])
+
+
+def is_alive(pid: int) -> bool:
+    """Is there such a process on this machine?"""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return pid > 0
+
+
+# --------------------------------------------------------------------------------------------------
+# A line of the list
+
+
+@dataclass
+class Summary:
+    """What the list says of one run, from files that are read again when they have changed."""
+
+    folder: Path
+    stamps: dict = field(default_factory=dict)  # file -> its state when it was read
+    settings: dict = field(default_factory=dict)
+    strange: str | None = None  # settings that are not known here, in words
+    rows: dict = field(default_factory=dict)  # kind of row -> the last one of metrics.jsonl
+    problems: dict = field(default_factory=dict)  # file -> what is wrong with it
+    results: dict = field(default_factory=dict)  # file of results -> {task: score}
+
+    def line(self) -> dict:
+        """State, problem and last figures."""
+        self.update("config.json", self.read_settings)
+        self.update("metrics.jsonl", self.read_tail)
+        step_row, val_row = self.rows.get("loss", {}), self.rows.get("val_loss", {})
+        max_steps = self.settings.get("max_steps")
+        step = step_row.get("step", val_row.get("step", 0))
+        state, problem = self.state(step, max_steps)
+        return {
+            "state": state,
+            "problem": problem,
+            "step": step,
+            "max_steps": max_steps if files.has_type(max_steps, int) else None,
+            "loss": step_row.get("loss"),
+            "val_loss": val_row.get("val_loss"),
+            "tokens_per_second": step_row.get("tokens_per_second"),
+            "updated": self.updated(),
+        }
+
+    def update(self, name: str, read) -> None:
+        """Call read() if a file has changed, and note what is wrong with it."""
+        stamp = stamp_of(self.folder / name)
+        if name in self.stamps and self.stamps[name] == stamp:
+            return
+        self.stamps[name] = stamp
+        self.problems.pop(name, None)
+        try:
+            read()
+        except FileNotFoundError:
+            pass
+        except (UserError, OSError) as error:
+            self.problems[name] = words_of(error)
+
+    def read_settings(self) -> None:
+        """Read config.json."""
+        self.settings, self.strange = {}, None
+        self.settings = settings_of(self.folder)
+        self.strange = strange_settings(self.settings)
+
+    def read_tail(self) -> None:
+        """Find the last row of each kind. UserError if there are lines, and no row among them."""
+        self.rows = {}
+        with opened(self.folder / "metrics.jsonl") as file:
+            size = os.fstat(file.fileno()).st_size
+            first, _ = parsed(file.readline(TAIL_BYTES))
+            lines = last_lines(file, size, TAIL_BYTES)
+            self.rows = {key: last_row(lines, key) for key in ("loss", "val_loss", "icl")}
+            wanted = [key for key, name in EVALUATED.items() if self.settings.get(name)]
+            lacks = [key for key in wanted if not self.rows[key]]
+            if lacks and size > TAIL_BYTES:
+                lines = last_lines(file, size, MORE_BYTES)
+                self.rows |= {key: last_row(lines, key) for key in lacks}
+        has_row = any(self.rows.values())
+        self.rows["first"] = first
+        self.rows = {key: row for key, row in self.rows.items() if row}
+        require(has_row or not lines.strip(), "metrics.jsonl is damaged (no row can be read)")
+
+    def state(self, step: int, max_steps) -> tuple[str, str | None]:
+        """(state, problem) of the run."""
+        problem = next(iter(self.problems.values()), None)
+        if problem:
+            return "damaged", problem
+        names = names_in(self.folder)
+        if names is None:
+            return "damaged", "the folder cannot be read: give yourself the permission"
+        is_run = not names.isdisjoint(MARKS)
+        if is_run and is_held(self.folder):
+            return "running", self.strange
+        if not is_run:
+            return "empty", "no run of this project" if names else "the folder is empty"
+        if self.strange:
+            return "newer", self.strange
+        if not self.rows:
+            words = "weights that were imported, and not trained here"
+            is_imported = "checkpoints" in names and not self.settings
+            return "empty", words if is_imported else "no step is done yet"
+        if not self.settings:
+            return "stopped", "config.json is missing"
+        is_finished = files.has_type(max_steps, int) and step >= max_steps
+        return "finished" if is_finished else "stopped", None
+
+    def updated(self) -> float:
+        """When the metrics changed last, or the folder, in Unix seconds."""
+        for path in (self.folder / "metrics.jsonl", self.folder):
+            with contextlib.suppress(OSError):
+                return os.lstat(path).st_mtime
+        return 0.0
+
+    def evaluation(self) -> dict:
+        """The scores of the run: those of its last evaluation, then those of files of results.
+
+        Of adapters also the validation loss, whose baseline is that of their base: before step 1.
+        """
+        scores = card.scores_of(self.rows.get("icl", {}).get("icl", {}))
+        before, after = (self.rows.get(key, {}).get("val_loss") for key in ("first", "val_loss"))
+        if self.settings.get("lora_rank") and card.is_finite(before) and card.is_finite(after):
+            figures = {"score": after, "baseline": before, "n": None, "stderr": None}
+            scores["held-out loss"] = {**figures, "measure": "nats per token"}
+        for name in filter(card.is_result, sorted(names_in(self.folder) or ())):
+            self.update(name, partial(self.read_results, name))
+            scores |= self.results[name]
+        return scores
+
+    def read_results(self, name: str) -> None:
+        """Read a file that `python -m evaluation --out` has written. Others have no scores."""
+        self.results[name] = card.results_of(self.folder / name)
+
+
+EVALUATED = {"val_loss": "eval_interval", "icl": "icl_interval"}  # kind of row -> its setting
+
+
+def names_in(folder: Path) -> set[str] | None:
+    """The names in a folder, None if it cannot be read."""
+    try:
+        return set(os.listdir(folder))
+    except OSError:
+        return None
+
+
+def strange_settings(settings: dict) -> str | None:
+    """Which settings this version does not know, in words; None if it knows all."""
+    known = config.types_of(MPTConfig, TrainConfig).keys() | config.OTHER_SAVED_KEYS
+    strange = [files.shown(key) for key in settings if key not in known]
+    if not strange:
+        return None
+    named = ", ".join(strange[:3]) + ", ..." * (len(strange) > 3)
+    return f"a newer version wrote it: {named} is not known here"
+
+
+def last_lines(file, size: int, n_bytes: int) -> bytes:
+    """The complete lines in the last bytes of a file."""
+    begin = max(0, size - n_bytes)
+    file.seek(begin)
+    content = file.read(size - begin)
+    first = content.find(b"\n") + 1 if begin else 0
+    return content[first : content.rfind(b"\n") + 1]
+
+
+def last_row(lines: bytes, key: str) -> dict:
+    """The last sound row of metrics that has a key; {} if none has."""
+    end = len(lines)
+    mark = b'"%s":' % key.encode()
+    for _ in range(100):
+        place = lines.rfind(mark, 0, end)
+        if place < 0:
+            break
+        begin = lines.rfind(b"\n", 0, place) + 1
+        row, fault = parsed(lines[begin : lines.find(b"\n", place)])
+        if not fault and key in row:
+            return row
+        end = begin
+    return {}
+
+
+def parsed(line: bytes) -> tuple[dict, str]:
+    """(row, "") of a line of metrics.jsonl, or ({}, what is wrong with it)."""
+    try:
+        row = files.parse_json(line, "a line")
+    except UserError as error:
+        return {}, str(error)
+    fault = files.missing(row, {"step": int}) or runlog.fault(row)
+    return ({}, f"a line is damaged ({fault})") if fault else (row, "")
+
+
+# --------------------------------------------------------------------------------------------------
+# The columns of one run
+
+# A row as reporter.py writes it, column by column: read 5 times as fast as by `parsed`, which
+# reads all other rows.
+INT = rb"(?:0|[1-9]\d{0,17})"
+FLOAT = rb"(?:-?(?:(?:0|[1-9]\d{0,15})(?:\.\d{1,20})?(?:e[-+]?\d{1,3})?|Infinity)|NaN)"
+ROW = (
+    rb'^\{"step": (INT), "tokens": INT, "loss": (FLOAT), "lr": (FLOAT), "grad_norm": (FLOAT)'
+    rb', "batch_hash": (?:null|"\w{0,80}"), "skipped": (?:true|false)'
+    rb', "tokens_per_second": (FLOAT), "mfu": (?:(FLOAT)|null)(?:, "memory_gb": FLOAT)?'
+    rb'(?:, "seconds": FLOAT)?(?:, "slowest_rank": INT)?(?:, "slowest_by": FLOAT)?\}\n'
+)
+ROW = re.compile(ROW.replace(b"INT", INT).replace(b"FLOAT", FLOAT), re.MULTILINE)
+
+
+class Columns:
+    """The columns of a metrics.jsonl that grows, and the point up to which it has been read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.inode = None
+        self.offset = 0  # bytes that have been read: complete lines
+        self.size = 0  # of the file
+        self.before = b""  # the last of these bytes
+        self.steps = array("q")
+        self.values = {name: array("f") for name in CURVES}  # NaN where a row has none
+        self.vals = []  # (step, validation loss)
+        self.n_bad = 0
+        self.first_bad = ""
+        self.unreadable = ""
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the file, or that not all of it has been read."""
+        if self.unreadable:
+            return self.unreadable
+        if self.size - self.offset > CHUNK:
+            return f"{self.offset / self.size:.0%} of metrics.jsonl have been read: ask again"
+        if not self.n_bad:
+            return None
+        lines = "1 damaged line is" if self.n_bad == 1 else f"{self.n_bad} damaged lines are"
+        return f"{lines} left out, the first: {self.first_bad}"
+
+    def read(self, deadline: float) -> None:
+        """Read the complete lines that are new, until a moment of time.monotonic()."""
+        try:
+            with opened(self.path) as file:
+                self.read_file(file, deadline)
+        except FileNotFoundError:
+            self.forget()
+        except (UserError, OSError) as error:
+            self.forget()
+            self.unreadable = words_of(error)
+
+    def read_file(self, file, deadline: float) -> None:
+        """The same with the open file. One that is no longer what was read is read anew."""
+        found = os.fstat(file.fileno())
+        file.seek(self.offset - len(self.before))
+        is_same = found.st_ino == self.inode and file.read(len(self.before)) == self.before
+        if not is_same or self.unreadable:
+            self.forget()
+        self.inode, self.size = found.st_ino, found.st_size
+        while True:
+            file.seek(self.offset)
+            content = file.read(CHUNK)
+            end = content.rfind(b"\n") + 1
+            if not end and len(content) == CHUNK:
+                end = CHUNK  # no row is that long
+            if not end:
+                return
+            lines = content[:end]
+            self.add_lines(lines)
+            self.offset += end
+            self.before = lines[-64:]
+            if time.monotonic() >= deadline:
+                return
+
+    def add_lines(self, lines: bytes) -> None:
+        """Add complete lines."""
+        parts = ROW.split(lines)  # other lines, the groups of a row, other lines, ...
+        width = 2 + len(CURVES)
+        self.steps.extend(map(int, parts[1::width]))
+        for number, name in enumerate(CURVES, 2):
+            self.values[name].extend(float(text or "nan") for text in parts[number::width])
+        for line in b"".join(parts[::width]).split(b"\n"):
+            if line.strip():
+                self.add_row(*parsed(line))
+
+    def add_row(self, row: dict, fault: str) -> None:
+        """Add any other row, or count a damaged one."""
+        if fault:
+            self.n_bad += 1
+            self.first_bad = self.first_bad or fault
+        if "loss" in row:
+            self.steps.append(row["step"])
+            for name in CURVES:
+                value = row.get(name)
+                self.values[name].append(math.nan if value is None else value)
+        if "val_loss" in row:
+            self.vals.append((row["step"], row["val_loss"]))
+
+    def curve(self, column: str, points: int, after: int) -> dict:
+        """x, low, mean and high of the steps after one."""
+        steps = np.array(self.steps)
+        names = ("x", "low", "mean", "high")
+        found = plot.envelope(steps, self.values[column], points, after)
+        return dict(zip(names, found, strict=True))
+
+    def record(self, scores: dict) -> card.Record:
+        """What a card needs."""
+        loss, val = self.curve("loss", card.POINTS, -1), self.validation(card.POINTS, -1)
+        return card.Record(
+            train=tuple(loss.values()),
+            val=tuple(val.values()),
+            tokens_per_second=self.median("tokens_per_second"),
+            mfu=self.median("mfu"),
+            scores=scores,
+            problem=self.problem,
+        )
+
+    def median(self, column: str) -> float | None:
+        """The median of a column; None if it has no number."""
+        values = np.array(self.values[column], np.float64)
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else None
+
+    def validation(self, points: int, after: int) -> dict:
+        """x and y of the validation losses of the steps after one."""
+        steps = np.array([step for step, _ in self.vals], np.int64)
+        x, _, mean, _ = plot.envelope(steps, [loss for _, loss in self.vals], points, after)
+        return {"x": x, "y": mean}

@@ -1,0 +1,48 @@
+// Numbers and times as people read them.
+
+export const NOTHING = "–";
+
+const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
+// 3.142, 0.0123, 1.2e-5, 12,345; a dash for what is not known.
+export function number(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return NOTHING;
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (size >= 10_000) return whole(value);
+  if (size < 1e-3) return value.toExponential(2).replace("e-", "e−");
+  return DIGITS.format(value);
+}
+
+// A whole number with its thousands apart.
+export function whole(value) {
+  if (value === null || value === undefined) return NOTHING;
+  return WHOLE.format(Math.round(value) || 0); // never -0
+}
+
+// 6.65B, 130M
+export const compact = (value) => COMPACT.format(value);
+
+export function percent(share) {
+  return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(1)}\u00a0%`;
+}
+
+// How long ago a time was. seconds: since 1970.
+export function ago(seconds) {
+  if (!seconds) return NOTHING;
+  const passed = Math.max(0, Date.now() / 1000 - seconds);
+  if (passed < 90) return `${Math.round(passed)} s ago`;
+  if (passed < 5400) return `${Math.round(passed / 60)} min ago`;
+  if (passed < 129_600) return `${Math.round(passed / 3600)} h ago`;
+  return `${Math.round(passed / 86_400)} days ago`;
+}
+
+export function size(bytes) {
+  if (bytes < 1000) return `${bytes} bytes`;
+  if (bytes < 1e6) return `${(bytes / 1e3).toFixed(1)} kB`;
+  return `${(bytes / 1e6).toFixed(1)} MB`;
+}
+
+export const plural = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"}`;

@@ -1,0 +1,67 @@
+// The views and the address: #runs?run=a&run=b shows the view `runs` with two runs chosen.
+
+import { forgetKey, getJSON, hasKey } from "./api.js";
+import { byId } from "./dom.js";
+import * as evaluation from "./evaluation.js";
+import * as jobs from "./jobs.js";
+import * as planner from "./planner.js";
+import * as playground from "./playground.js";
+import * as runs from "./runs.js";
+
+// Each view has start(about), once, then show(parameters) and hide().
+const VIEWS = { playground, runs, evaluation, jobs, planner };
+const NEEDS = { playground: "model", runs: "runs", evaluation: "runs", jobs: "jobs" };
+
+let about = null;
+let shown = null;
+const started = new Set();
+
+const isThere = (name) => !NEEDS[name] || Boolean(about[NEEDS[name]]);
+
+function route() {
+  const [wanted, query] = location.hash.slice(1).split("?");
+  const first = Object.keys(VIEWS).find(isThere);
+  const name = wanted in VIEWS ? wanted : first;
+  if (shown && shown !== name && started.has(shown)) VIEWS[shown].hide();
+  shown = name;
+  for (const other of Object.keys(VIEWS)) {
+    byId(other).hidden = other !== name;
+    const link = document.querySelector(`nav a[href="#${other}"]`);
+    if (other === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  for (const need of new Set(Object.values(NEEDS))) {
+    byId(`no-${need}`).hidden = need !== NEEDS[name] || isThere(name);
+  }
+  byId(name).hidden = !isThere(name);
+  document.title = `${byId(name).querySelector("h1").textContent} · MPT`;
+  if (!isThere(name)) return;
+  if (!started.has(name)) VIEWS[name].start(about);
+  started.add(name);
+  VIEWS[name].show(new URLSearchParams(query ?? ""));
+}
+
+async function main() {
+  const forget = byId("forget-key");
+  forget.onclick = () => {
+    forgetKey();
+    location.reload();
+  };
+  try {
+    about = await getJSON("/api/about");
+  } catch (error) {
+    byId("notice").textContent = error.message;
+    return;
+  }
+  forget.hidden = !hasKey();
+  byId("model-name").textContent = about.model ?? "";
+  for (const name of Object.keys(VIEWS)) {
+    const link = document.querySelector(`nav a[href="#${name}"]`);
+    link.classList.toggle("missing", !isThere(name));
+  }
+  byId("loading").hidden = true;
+  addEventListener("hashchange", route);
+  route();
+}
+
+main();

@@ -1,0 +1,265 @@
+// One prompt or conversation for one model, or for two side by side. Answers stream.
+
+import { Poll, getJSON, hasKey, stream } from "./api.js";
+import { byId, el, fillSelect, say } from "./dom.js";
+import { number, plural } from "./format.js";
+
+const EXAMPLE = {
+  type: "object",
+  properties: { name: { type: "string", maxLength: 20 }, age: { type: "integer" } },
+  required: ["name", "age"],
+  additionalProperties: false, // a small model would invent some for ever
+};
+const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "seed"];
+
+let columns = []; // of answers, one for each model that was asked
+let controller = null; // of the requests that run
+let wanted = {}; // models to choose as soon as the server has them, by the id of their list
+
+const models = new Poll(3000, loadModels);
+
+export function start(about) {
+  if (matchMedia("(max-width: 760px)").matches) byId("sampling").open = false;
+  byId("kind-text").onchange = showKind;
+  byId("kind-chat").onchange = showKind;
+  byId("ask").onsubmit = (event) => {
+    event.preventDefault();
+    ask();
+  };
+  byId("prompt").onkeydown = (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit();
+  };
+  byId("stop").onclick = () => controller?.abort();
+  byId("clear").onclick = clear;
+  byId("curl").onclick = copyAsCurl;
+  byId("schema").oninput = () => schemaOf();
+  byId("schema-example").onclick = () => {
+    byId("schema").value = JSON.stringify(EXAMPLE, null, 2);
+    schemaOf();
+  };
+  setKind(about.chat ? "chat" : "text");
+}
+
+export function show(parameters) {
+  if (parameters.has("kind")) setKind(parameters.get("kind"));
+  for (const [id, name] of [["model-a", "model"], ["model-b", "beside"]]) {
+    if (parameters.has(name)) wanted[id] = parameters.get(name);
+  }
+  models.start();
+}
+
+export function hide() {
+  models.stop();
+}
+
+async function loadModels() {
+  const { data } = await getJSON("/v1/models");
+  const pairs = data.map(({ id }) => [id, id]);
+  fillSelect(byId("model-a"), pairs);
+  fillSelect(byId("model-b"), [["", "nothing"], ...pairs]);
+  for (const [id, name] of Object.entries(wanted)) {
+    if (!data.some((model) => model.id === name)) continue;
+    byId(id).value = name;
+    delete wanted[id];
+  }
+  const missing = Object.values(wanted)[0];
+  if (missing) say(byId("ask-status"), `The server does not have the model ${missing} yet.`);
+  else if (byId("ask-status").textContent.endsWith(" yet.")) say(byId("ask-status"), "");
+}
+
+const isChat = () => byId("kind-chat").checked;
+
+function setKind(kind) {
+  byId(kind === "chat" ? "kind-chat" : "kind-text").checked = true;
+  showKind();
+}
+
+function showKind() {
+  const chat = isChat();
+  byId("system-label").hidden = !chat;
+  say(byId("prompt-label"), chat ? "Message" : "Prompt");
+  say(byId("send"), chat ? "Send" : "Generate");
+  say(byId("prompt-hint"), chat ? "Ctrl + Enter sends" : "Ctrl + Enter generates");
+  if (chat) byId("prompt").closest("label").before(byId("answers"));
+  else byId("ask-status").after(byId("answers"));
+  clear();
+}
+
+function clear() {
+  controller?.abort();
+  columns = [];
+  byId("answers").replaceChildren();
+  byId("curl-text").hidden = true;
+  say(byId("ask-status"), "");
+}
+
+// The schema as an object; null for none. undefined, and a problem on the page, for no JSON.
+function schemaOf() {
+  const text = byId("schema").value.trim();
+  const problem = byId("schema-problem");
+  let schema = null;
+  let wrong = "";
+  try {
+    if (text) schema = JSON.parse(text);
+    if (text && (typeof schema !== "object" || schema === null)) wrong = "A schema is an object.";
+  } catch (error) {
+    wrong = `This is not JSON yet: ${error.message}`;
+  }
+  say(problem, wrong);
+  byId("schema").setAttribute("aria-invalid", String(Boolean(wrong)));
+  return wrong ? undefined : schema;
+}
+
+// A request's body. messages: the conversation, its last message included; null: no chat.
+function bodyOf(model, prompt, messages) {
+  const body = messages ? { model, messages } : { model, prompt };
+  for (const id of NUMBERS) {
+    const text = byId(id).value;
+    if (text !== "") body[id] = Number(text);
+  }
+  const schema = schemaOf();
+  if (schema) {
+    const named = { name: "answer", schema, strict: true };
+    body.response_format = { type: "json_schema", json_schema: named };
+  }
+  return body;
+}
+
+const pathOf = (body) => (body.messages ? "/v1/chat/completions" : "/v1/completions");
+
+function chosenModels() {
+  const names = [byId("model-a").value, byId("model-b").value];
+  return [...new Set(names)].filter(Boolean);
+}
+
+// What is sent to a model: in a chat what was said before, and the message of the user.
+function requestOf(model, column) {
+  const prompt = byId("prompt").value;
+  if (!isChat()) return bodyOf(model, prompt, null);
+  const system = byId("system").value.trim();
+  const first = system ? [{ role: "system", content: system }] : [];
+  const before = column?.messages ?? [];
+  return bodyOf(model, prompt, [...first, ...before, { role: "user", content: prompt }]);
+}
+
+async function ask() {
+  if (controller) return;
+  if (schemaOf() === undefined) {
+    byId("structure").open = true;
+    byId("schema").focus();
+    return;
+  }
+  const names = chosenModels();
+  const prompt = byId("prompt").value;
+  if (isChat() && !prompt.trim()) return say(byId("ask-status"), "Write a message first.");
+  const areSame = names.join("\n") === columns.map(({ model }) => model).join("\n");
+  if (!isChat() || !areSame) {
+    columns = names.map(columnOf);
+    byId("answers").replaceChildren(...columns.map(({ node }) => node));
+  }
+  setBusy(new AbortController());
+  const { signal } = controller;
+  const asked = columns.map((column) => [column, requestOf(column.model, column)]);
+  if (isChat()) byId("prompt").value = "";
+  await Promise.all(asked.map(([column, body]) => answer(column, body, signal)));
+  setBusy(null);
+  say(byId("ask-status"), signal.aborted ? "Stopped." : "Done.");
+}
+
+function setBusy(one) {
+  controller = one;
+  byId("send").disabled = Boolean(one);
+  byId("stop").disabled = !one;
+  if (one) say(byId("ask-status"), `Asking ${columns.map(({ model }) => model).join(" and ")} …`);
+}
+
+// Where the answers of one model appear.
+function columnOf(model) {
+  const texts = el("div", { class: "texts" });
+  const state = el("p", { class: "hint" });
+  const node = el("article", { class: "answer" }, el("h2", {}, model), texts, state);
+  return { model, messages: [], node, texts, state };
+}
+
+// Ask one model, and show its answer as it comes. Never throws: a fault is shown in the column.
+async function answer(column, body, signal) {
+  const made = document.createTextNode("");
+  const isText = !body.messages;
+  const prompt = isText ? body.prompt : body.messages.at(-1).content;
+  column.state.className = "hint";
+  say(column.state, "waiting …");
+  if (isText) {
+    column.texts.replaceChildren(el("p", { class: "text" }, el("span", { class: "given" }, prompt),
+      el("span", { class: "made" }, made)));
+  } else {
+    column.texts.append(el("p", { class: "text said" }, prompt), el("p", { class: "text" }, made));
+  }
+  const begun = performance.now();
+  const counted = { tokens: null, reason: null };
+  const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
+  try {
+    for await (const chunk of stream(pathOf(body), streamed, signal)) {
+      takeIn(chunk, made, counted);
+      say(column.state, `${((performance.now() - begun) / 1000).toFixed(1)} s`);
+      column.texts.scrollTop = column.texts.scrollHeight;
+    }
+    say(column.state, summary(made.data, counted, (performance.now() - begun) / 1000, body));
+  } catch (error) {
+    const isStopped = error.name === "AbortError";
+    column.state.className = isStopped ? "hint" : "problem";
+    say(column.state, isStopped ? "stopped" : error.message);
+  }
+  if (!isText && made.data) {
+    column.messages.push(body.messages.at(-1), { role: "assistant", content: made.data });
+  }
+}
+
+// A chunk of a stream: a piece of text, why it ended, or how many tokens there were.
+function takeIn(chunk, made, counted) {
+  const choice = chunk.choices[0];
+  made.appendData(choice?.delta?.content ?? choice?.text ?? "");
+  counted.reason = choice?.finish_reason ?? counted.reason;
+  counted.tokens = chunk.usage?.completion_tokens ?? counted.tokens;
+}
+
+function summary(text, { tokens, reason }, seconds, body) {
+  const parts = [`${seconds.toFixed(1)} s`];
+  if (tokens !== null) {
+    parts.unshift(plural(tokens, "token"));
+    parts.push(`${number(tokens / seconds)} tokens/s`);
+  }
+  if (reason === "length") parts.push("cut at the most new tokens");
+  if (body.response_format) parts.push(isJSON(text) ? "valid JSON" : "not complete JSON");
+  return parts.join(" · ");
+}
+
+function isJSON(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+async function copyAsCurl() {
+  if (schemaOf() === undefined) return;
+  const body = requestOf(byId("model-a").value, columns[0]);
+  const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+  const lines = [
+    `curl ${location.origin}${pathOf(body)}`,
+    ...(hasKey() ? ['-H "Authorization: Bearer $KEY"'] : []),
+    "-H 'Content-Type: application/json'",
+    `-d ${quote(JSON.stringify(body, null, 2))}`,
+  ];
+  const shown = byId("curl-text");
+  shown.textContent = lines.join(" \\\n  ");
+  shown.hidden = false;
+  try {
+    await navigator.clipboard.writeText(shown.textContent);
+    say(byId("ask-status"), "Copied.");
+  } catch {
+    getSelection().selectAllChildren(shown); // browsers let pages copy by themselves only on https
+    say(byId("ask-status"), "The command is selected below: copy it.");
+  }
+}

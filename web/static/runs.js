@@ -1,0 +1,316 @@
+// The list of runs, and the curves of those that are chosen: hundreds of runs, live.
+
+import { Poll, call, getJSON, quoted } from "./api.js";
+import { Chart, colorOf } from "./chart.js";
+import { byId, download, el, say, table } from "./dom.js";
+import { NOTHING, ago, compact, number, plural, whole } from "./format.js";
+
+const LIST_MS = 2000;
+const LIVE_MS = 1000;
+const POINTS = 400; // of a curve, from the server: more than a screen can show
+const HEADS = [
+  ["name", "Run"],
+  ["state", "State"],
+  ["loss", "Loss"],
+  ["val_loss", "Val. loss"],
+  ["step", "Step"],
+  ["updated", "Written"],
+];
+
+const rows = new Map(); // a run's name -> {run, node, cells, box}: its line in the list
+const chosen = new Map(); // a run's name -> {name, color, curve, about, problem, node}
+let order = { by: "updated", isDown: true };
+let chart = null;
+let drawn = ""; // which runs the table of differences shows
+
+const list = new Poll(LIST_MS, loadList);
+const live = new Poll(LIVE_MS, followCurves);
+
+export function start() {
+  chart = new Chart(byId("run-chart"), "Curves of the chosen runs");
+  const cells = HEADS.map(([by, text]) => el(
+    "th", { scope: "col", class: by, "data-by": by },
+    el("button", { type: "button", class: "plain", onclick: () => sortBy(by) }, text),
+  ));
+  const first = el("th", { scope: "col" }, el("span", { class: "unseen" }, "Chosen"));
+  byId("run-table").tHead.rows[0].append(first, ...cells);
+  byId("run-filter").oninput = filter;
+  byId("choose-none").onclick = () => [...chosen.keys()].forEach(drop);
+  byId("column").onchange = reloadCurves;
+  byId("smoothing").oninput = draw;
+  byId("log").onchange = draw;
+  draw();
+}
+
+export function show(parameters) {
+  const names = parameters.getAll("run");
+  if (names.length) {
+    for (const name of chosen.keys()) if (!names.includes(name)) drop(name);
+    names.forEach(choose);
+  }
+  list.start();
+  live.start();
+}
+
+export function hide() {
+  list.stop();
+  live.stop();
+}
+
+// --- The list
+
+async function loadList() {
+  const { runs } = await getJSON("/api/runs");
+  const names = new Set(runs.map(({ name }) => name));
+  for (const [name, row] of rows) {
+    if (names.has(name)) continue;
+    row.node.remove();
+    rows.delete(name);
+  }
+  let isNew = false;
+  for (const run of runs) {
+    isNew ||= !rows.has(run.name);
+    const row = rows.get(run.name) ?? newRow(run.name);
+    row.run = run;
+    fillRow(row);
+    tick(row);
+  }
+  if (isNew) sort();
+  filter();
+}
+
+function newRow(name) {
+  const box = el("input", {
+    type: "checkbox",
+    "aria-label": `Choose ${name}`,
+    onchange: () => (box.checked ? choose(name) : drop(name)),
+  });
+  const cells = HEADS.map(([by]) => el("td", { class: by }));
+  const node = el("tr", {}, el("td", {}, box), ...cells);
+  cells[0].onclick = () => box.click();
+  const row = { node, cells, box, run: { name } };
+  rows.set(name, row);
+  return row;
+}
+
+function fillRow({ node, cells, run }) {
+  const isWhole = !run.max_steps || run.step === run.max_steps;
+  const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${compact(run.max_steps)}`;
+  const losses = [number(run.loss), number(run.val_loss)];
+  const texts = [run.name, run.state, ...losses, steps, ago(run.updated)];
+  texts.forEach((text, i) => say(cells[i], text));
+  node.dataset.state = run.state;
+  node.title = run.problem ?? "";
+}
+
+function sortBy(by) {
+  const isText = by === "name" || by === "state";
+  order = { by, isDown: order.by === by ? !order.isDown : !isText && by === "updated" };
+  sort();
+}
+
+function sort() {
+  const { by, isDown } = order;
+  const compare = ({ run: { [by]: a } }, { run: { [by]: b } }) => {
+    if (a === b) return 0;
+    if (a === null || a === undefined) return 1; // what is not known comes last
+    if (b === null || b === undefined) return -1;
+    return (a < b ? -1 : 1) * (isDown ? -1 : 1);
+  };
+  byId("run-table").tBodies[0].append(...[...rows.values()].sort(compare).map(({ node }) => node));
+  for (const head of byId("run-table").tHead.querySelectorAll("[data-by]")) {
+    if (head.dataset.by !== by) head.removeAttribute("aria-sort");
+    else head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+  }
+}
+
+// Show the runs whose name or state has each word of the filter.
+function filter() {
+  const words = byId("run-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  let count = 0;
+  for (const { node, run } of rows.values()) {
+    const text = `${run.name} ${run.state}`.toLowerCase();
+    const isSeen = words.every((word) => text.includes(word));
+    if (node.hidden === isSeen) node.hidden = !isSeen;
+    count += isSeen;
+  }
+  const all = plural(rows.size, "run");
+  const seen = count === rows.size ? all : `${whole(count)} of ${all}`;
+  say(byId("run-count"), rows.size ? seen : "There are no runs yet: train one into this folder.");
+}
+
+// --- Which are chosen
+
+function choose(name) {
+  if (chosen.has(name)) return;
+  const used = new Set(Array.from(chosen.values(), ({ color }) => color));
+  let color = 0;
+  while (used.has(color)) color++;
+  const one = { name, color, curve: null, about: null, problem: null };
+  one.node = legendOf(one);
+  chosen.set(name, one);
+  byId("legend").append(one.node);
+  markChosen(name);
+  loadCurve(one);
+  loadAbout(one);
+}
+
+function drop(name) {
+  chosen.get(name).node.remove();
+  chosen.delete(name);
+  markChosen(name);
+  draw();
+}
+
+// Tick a row's box, in the color of its curve.
+function tick({ box, run }) {
+  const one = chosen.get(run.name);
+  box.checked = Boolean(one);
+  box.className = one ? colorOf(one) : "";
+}
+
+// Tick its box, and write the choice into the address.
+function markChosen(name) {
+  if (rows.has(name)) tick(rows.get(name));
+  byId("run-hint").hidden = chosen.size > 0;
+  const query = new URLSearchParams([...chosen.keys()].map((key) => ["run", key]));
+  history.replaceState(null, "", chosen.size ? `#runs?${query}` : "#runs");
+}
+
+function legendOf(one) {
+  const state = el("span", { class: "hint" }, "loading …");
+  one.state = state;
+  const card = el("button", { type: "button", class: "plain", onclick: () => saveCard(one) },
+    "Model card");
+  const away = el("button", {
+    type: "button",
+    class: "plain",
+    "aria-label": `Remove ${one.name}`,
+    onclick: () => drop(one.name),
+  }, "×");
+  const name = el("span", { class: "name" }, one.name);
+  return el("li", {}, el("span", { class: `swatch ${colorOf(one)}` }), name, state, card, away);
+}
+
+async function saveCard(one) {
+  say(one.state, "making the card …");
+  try {
+    const response = await call(`/api/runs/${quoted(one.name)}/card`);
+    download(await response.blob(), `${one.name.replaceAll("/", "-")}-card.html`);
+    sayState(one);
+  } catch (error) {
+    say(one.state, error.message);
+  }
+}
+
+// --- Curves
+
+async function loadCurve(one) {
+  const column = byId("column").value;
+  try {
+    const path = `/api/runs/${quoted(one.name)}/curve?column=${column}&points=${POINTS}`;
+    const curve = await getJSON(path);
+    if (column !== byId("column").value) return; // another one was chosen meanwhile
+    one.curve = curve;
+    one.problem = curve.problem;
+  } catch (error) {
+    one.problem = error.message;
+  }
+  sayState(one);
+  draw();
+}
+
+function reloadCurves() {
+  for (const one of chosen.values()) {
+    one.curve = null;
+    loadCurve(one);
+  }
+  draw();
+}
+
+// Ask for more steps of the runs that are written at the moment, or were not read to their end.
+async function followCurves() {
+  const growing = [...chosen.values()].filter(({ name, curve }) => {
+    const run = rows.get(name)?.run;
+    if (!curve || !run) return false;
+    return run.state === "running" || (run.state !== "damaged" && curve.last < run.step);
+  });
+  await Promise.all(growing.map(follow));
+  if (growing.length) draw();
+}
+
+async function follow(one) {
+  const before = one.curve;
+  const path = `/api/runs/${quoted(one.name)}/curve?column=${before.column}&points=${POINTS}`;
+  const more = await getJSON(`${path}&after=${before.last}`);
+  if (one.curve !== before) return;
+  if (more.last < before.last || before.x.length > 3 * POINTS) return loadCurve(one);
+  for (const list of ["x", "low", "mean", "high"]) before[list].push(...more[list]);
+  before.val.x.push(...more.val.x);
+  before.val.y.push(...more.val.y);
+  const known = new Set(before.restarts.map(({ x, label }) => `${x} ${label}`));
+  before.restarts.push(...more.restarts.filter(({ x, label }) => !known.has(`${x} ${label}`)));
+  before.last = more.last;
+  one.problem = more.problem;
+  sayState(one);
+}
+
+// The last value, or what is wrong.
+function sayState(one) {
+  const { curve, problem } = one;
+  const value = curve?.mean.at(-1);
+  const last = value === undefined ? "" : `${number(value)} at step ${whole(curve.last)}`;
+  const empty = curve && !last && !problem ? `no values of ${byId("column").value}` : "";
+  say(one.state, [last || empty, problem].filter(Boolean).join(" · "));
+  one.state.className = problem ? "problem" : "hint";
+}
+
+function draw() {
+  const loaded = [...chosen.values()].filter(({ curve }) => curve);
+  const series = loaded.map(({ name, color, curve }) => ({ name, color, ...curve }));
+  const smoothing = Number(byId("smoothing").value);
+  chart.show(series, { log: byId("log").checked, smoothing });
+  showDifferences();
+}
+
+// --- Settings
+
+async function loadAbout(one) {
+  try {
+    one.about = await getJSON(`/api/runs/${quoted(one.name)}/about`);
+  } catch (error) {
+    one.about = { settings: {}, launches: [], problem: error.message };
+  }
+  showDifferences();
+}
+
+// A table of the settings in which the chosen runs differ; of a single run all of them.
+function showDifferences() {
+  const known = [...chosen.values()].filter(({ about }) => about);
+  const key = known.map(({ name }) => name).join("\n");
+  if (key === drawn) return;
+  drawn = key;
+  const place = byId("differences");
+  if (!known.length) return place.replaceChildren();
+  const names = [...new Set(known.flatMap(({ about }) => Object.keys(about.settings)))];
+  const text = ({ about: { settings } }, name) => (
+    name in settings ? shown(settings[name]) : NOTHING
+  );
+  const lines = names
+    .filter((name) => name !== "run_dir") // what tells runs apart anyway
+    .map((name) => [name, ...known.map((one) => text(one, name))])
+    .filter(([, ...values]) => known.length === 1 || new Set(values).size > 1);
+  const single = known.length === 1;
+  const title = single ? `Settings of ${known[0].name}` : "Settings that differ";
+  const heads = ["Setting", ...known.map((one) => el(
+    "span", {}, el("span", { class: `swatch ${colorOf(one)}` }), one.name,
+  ))];
+  if (!lines.length) {
+    return place.replaceChildren(el("p", { class: "hint" }, "These runs have the same settings."));
+  }
+  const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": title };
+  const made = el("div", region, table("", heads, lines));
+  place.replaceChildren(el("details", { open: !single }, el("summary", {}, title), made));
+}
+
+const shown = (value) => (typeof value === "string" ? value || "(empty)" : JSON.stringify(value));
