@@ -187,7 +187,7 @@ def train_runs(folder: str) -> None:
 
 def take_picture(chromium, url: str, path: str) -> None:
     """Show the curves of all runs, and write a PNG."""
-    page = chromium.new_page(viewport={"width": 1280, "height": 760})
+    page = chromium.new_page(viewport={"width": 1280, "height": 820})
     page.goto(f"{url}/#runs")
     boxes = page.locator("#run-table tbody input")
     boxes.nth(2).wait_for()
@@ -196,6 +196,7 @@ def take_picture(chromium, url: str, path: str) -> None:
     page.locator("#run-chart polyline").nth(2).wait_for()
     page.locator("#smoothing").fill("0.6")
     page.locator("#differences table").wait_for()
+    page.mouse.move(0, 0)
     page.screenshot(path=path)
     print(f"{path}: {Path(path).stat().st_size / 1000:.0f} kB")
 

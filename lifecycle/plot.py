@@ -146,7 +146,7 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
 
     steps, values: (rows,) each, in the order of the file. Each point stands for equally many rows,
     and its x is the step of the row in their middle. Rows up to the step `after` are left out, and
-    values that are not finite in fp32. Numbers are rounded to 6 digits.
+    values that are not finite in fp32. Numbers are rounded to 7 digits.
     """
     steps, values = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     kept = (steps > after) & (np.abs(values) < 3.5e38)
@@ -165,7 +165,7 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
         np.add.reduceat(values, begins) / (ends - begins),
         np.maximum.reduceat(values, begins),
     ]
-    rounded = [[float(f"{value:.6g}") for value in column] for column in columns]
+    rounded = [[float(f"{value:.7g}") for value in column] for column in columns]
     return steps[(begins + ends - 1) // 2].tolist(), *rounded
 
 

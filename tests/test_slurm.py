@@ -278,13 +278,14 @@ def test_only_a_run_that_asks_for_it_or_was_under_way_is_started_again(job):
 
 
 FINISHES = """
-import signal, time
+import os, signal, time
 got = []
 signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
 print("worker starts\\n", end="", flush=True)
 while not got:
     time.sleep(0.05)
 print("worker was warned\\n", end="", flush=True)
+os._exit(0)  # as processes.run: while Python shuts down, a second warning would kill it
 """
 
 

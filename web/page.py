@@ -89,7 +89,7 @@ class PlanRequest(BaseModel):
     device: Name | None = None  # mi250x; several, as in h100,mi250, are compared
     machine: Name | None = None
     devices: Devices | None = None
-    sweep_devices: Annotated[list[Devices], Field(max_length=16)] | None = None
+    sweep_devices: Annotated[list[Devices], Field(min_length=1, max_length=16)] | None = None
     seq_len: Whole | None = None  # the flag is max_seq_len
     global_batch_size: Whole | None = None
     tokens: Positive | None = None

@@ -44,10 +44,10 @@ from text import corpus
 from text.prepare import prepare
 from text.shards import Shard, shard_files
 from web.jobs import ENDED, Job
+from web.slurm import GONE, RUNNING, Slurm
 from weights import load
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNNING, GONE = "running", "gone"
 END_SECONDS = 90  # after SIGTERM, or the death of a rank, until the other ranks are killed
 MOST_DEATHS = 3
 MOST_RESTARTS = 20  # after exit status 75
@@ -314,12 +314,16 @@ class WorkerSettings:
     most: int = 1  # jobs at the same time
     most_hours: float = 24.0  # of a job, from its first start
     poll_seconds: float = 0.5  # between two looks at the folder
+    slurm: bool = False  # submit trainings to SLURM
+    sbatch_args: str = ""  # more arguments of sbatch, such as "--partition=gpu --account=me"
 
     def check(self) -> None:
         """UserError for values out of range."""
         for name in ("nproc", "most"):
             require(getattr(self, name) >= 1, f"{name} must be 1 or more: set --{name}=1")
         require(self.most_hours > 0, "most_hours must be above 0: set --most_hours=24")
+        fix = "add --slurm, or leave out --sbatch_args"
+        require(self.slurm or not self.sbatch_args, f"--sbatch_args is for SLURM: {fix}")
         require(self.poll_seconds > 0, "poll_seconds must be above 0: set --poll_seconds=1")
 
 
@@ -555,7 +559,10 @@ def main(argv) -> None:
     (folder,), cfg = config.load(argv, WorkerSettings, takes="JOBS")
     folder = Path(folder).resolve()
     require(folder.is_dir(), f"{folder} is no folder: start serve.py with --jobs={folder} first")
-    worker = Worker(folder, Local(cfg.nproc), cfg)
+    launcher = Local(cfg.nproc)
+    if cfg.slurm:
+        launcher = Slurm(cfg.nproc, cfg.most_hours, cfg.sbatch_args)
+    worker = Worker(folder, launcher, cfg)
 
     def end(number, frame):
         worker.is_ending = True

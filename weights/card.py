@@ -310,11 +310,16 @@ def of(settings: dict, names: str) -> list:
 
 
 def shown(value) -> str:
-    """A setting as text; lists and objects as they are in JSON."""
+    """A setting as text. Of a path that begins at the root, only the end."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not set"}[value]
     if isinstance(value, int):
         return f"{value:,}" if abs(value) < 10**15 else f"{value:.4g}"
+    if isinstance(value, list):
+        return "; ".join(map(shown, value))[:1000]
+    if isinstance(value, str):
+        words = [last_part(word) if word.startswith("/") else word for word in value.split(" ")]
+        return " ".join(words)[:500]
     return f"{value:g}" if isinstance(value, float) else str(value)[:500]
 
 

@@ -262,7 +262,9 @@ def place(tiny_run, tmp_path):
 def choose_file(page, content) -> None:
     """Upload examples as pairs.jsonl."""
     file = {"name": "pairs.jsonl", "mimeType": "application/jsonl", "buffer": content}
-    page.get_by_label("File", exact=True).set_input_files(file)
+    field = page.get_by_label("File", exact=True)
+    field.wait_for()  # set_input_files would also fill one that is still hidden
+    field.set_input_files(file)
 
 
 def start_job(page, suffix, epochs) -> None:
@@ -297,17 +299,22 @@ def test_the_whole_story(browser, place, tmp_path):
     first.get_by_text("finished", exact=True).wait_for()
     first.get_by_role("button", name="Try it").click()
 
-    page.get_by_label("Prompt", exact=True).last.fill(HOSTILE)
+    page.get_by_label("Prompt", exact=True).last.fill(f"{HOSTILE} it's")
     page.get_by_text("JSON schema").click()
     page.get_by_label("The answer conforms").fill(json.dumps(SCHEMA))
     page.locator("#model-b option", has_text="run").last.wait_for(state="attached")
     made = page.locator("#model-a").input_value()
     assert "first" in made and page.locator("#model-b").input_value() == "run"
     page.get_by_role("button", name="Generate").click()
-    page.get_by_text("valid JSON").nth(1).wait_for()
+    page.get_by_text("Done.").wait_for()
+    states = page.locator(".answer > p").all_inner_texts()
+    assert len(states) == 2 and all("valid JSON" in state for state in states), states
     assert HOSTILE in page.locator(".answer").first.inner_text()
     page.get_by_role("button", name="Copy as curl").click()
-    assert "Bearer $KEY" in page.locator("#curl-text").inner_text()
+    command = page.locator("#curl-text").inner_text()
+    environment = {**os.environ, "KEY": KEY}
+    answered = subprocess.run(["bash", "-c", command], env=environment, stdout=subprocess.PIPE)
+    assert json.loads(answered.stdout)["model"] == made
 
     visit.open("runs")
     page.get_by_label("Choose base").check()
@@ -322,7 +329,12 @@ def test_the_whole_story(browser, place, tmp_path):
     look_at_all(browser, place, f"runs?run=base&run=jobs/{made}", tmp_path)
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 SEEN = {  # view: what is there as soon as it has loaded
     "playground": "#model-b option:nth-child(2)",
     "runs": "#run-chart polyline",

@@ -8,6 +8,7 @@ const EXAMPLE = {
   type: "object",
   properties: { name: { type: "string", maxLength: 20 }, age: { type: "integer" } },
   required: ["name", "age"],
+  additionalProperties: false, // a small model would invent some for ever
 };
 const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "seed"];
 

@@ -297,6 +297,7 @@ function showDifferences() {
     name in settings ? shown(settings[name]) : NOTHING
   );
   const lines = names
+    .filter((name) => name !== "run_dir") // what tells runs apart anyway
     .map((name) => [name, ...known.map((one) => text(one, name))])
     .filter(([, ...values]) => known.length === 1 || new Set(values).size > 1);
   const single = known.length === 1;

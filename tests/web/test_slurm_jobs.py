@@ -1,0 +1,172 @@
+"""Finetuning jobs by a real SLURM (slurm_cluster.py): submitted once, whatever is killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import weakref
+
+import pytest
+from conftest import PATIENCE, launch, rooms_on_path
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+from finetuning import client_of
+from servers import wait_for
+from test_jobs import JOBS, LONG, created, messages, set_settings, starts, status, steps
+
+from web.jobs import Job
+
+
+class Place:
+    """A folder with jobs, and workers that submit them."""
+
+    def __init__(self, slurm, folder, base):
+        self.slurm, self.folder = slurm, folder
+        self.client = client_of(folder, base=base)
+
+    def create(self, settings=None, **more) -> Job:
+        """A new job. settings: the config file that it runs, if it is not to train."""
+        job = Job(self.folder / "jobs/jobs" / created(self.client, **more))
+        if settings:
+            set_settings(self.folder, job.id, settings)
+        return job
+
+    def worker(self, *flags, path="") -> subprocess.Popen:
+        """Start a worker. path: a folder whose programs come before those of SLURM."""
+        flags = ["--slurm", "--poll_seconds=0.05", "--most=9", *flags]
+        words = [sys.executable, "-m", "web.worker", "jobs", *flags]
+        command = self.slurm.command(*words, where=[f"--wd={self.folder}"])
+        environment = self.slurm.environment | rooms_on_path()
+        environment["PATH"] = f"{path}:{self.slurm.environment['PATH']}"
+        process = subprocess.Popen(command, env=environment)
+        weakref.finalize(self, process.kill)
+        return process
+
+    def ended(self, job) -> str:
+        """How a job has ended."""
+        wait_for(lambda: status(self.client, job.id) not in ("queued", "running"))
+        return status(self.client, job.id)
+
+    def submitted(self, job) -> list[dict]:
+        """What SLURM knows of the job: all that has been submitted for it."""
+        words = ["squeue", "--noheader", "--states=all", f"--name={job.id}", "--format=%A"]
+        numbers = self.slurm.run(*words).stdout.split()
+        return [self.slurm.job(number) for number in sorted(numbers, key=int)]
+
+    def wait_for_end(self, job) -> str:
+        """How the last one ended in SLURM."""
+        ended = ("COMPLETED", "CANCELLED", "FAILED")
+        wait_for(lambda: self.submitted(job)[-1]["JobState"] in ended)
+        return self.submitted(job)[-1]["JobState"]
+
+
+@pytest.fixture
+def place(slurm, tmp_path, tiny_run):
+    """A place, at which nothing is left in SLURM."""
+    shutil.copytree(tiny_run, tmp_path / "run")
+    made = Place(slurm, tmp_path, tmp_path / "run")
+    yield made
+    for path in (tmp_path / "jobs/jobs").glob("ftjob-*"):
+        slurm.run("scancel", f"--name={path.name}")
+
+
+def said(place, job) -> str:
+    return " / ".join(messages(place.client, job.id))
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_without_a_worker_and_another_one_is_cancelled(place):
+    worker = place.worker("--most_hours=0.5")
+    done = place.create(hyperparameters={"n_epochs": 20, "batch_size": 8})
+    cancelled = place.create(hyperparameters=LONG)
+    wait_for(lambda: steps(cancelled) >= 1)
+    wait_for(lambda: place.submitted(done))
+    (job,) = place.submitted(done)
+    assert job["TimeLimit"] == "00:30:00" and job["Requeue"] == "1"
+    worker.kill()
+    worker.wait()
+    assert place.wait_for_end(done) == "COMPLETED"
+    assert status(place.client, done.id) == "running"  # it is for a worker to say how it ended
+
+    worker = place.worker()
+    assert place.ended(done) == "succeeded", said(place, done)
+    place.client.post(f"{JOBS}/{cancelled.id}/cancel")
+    assert place.wait_for_end(cancelled) == "CANCELLED"
+    wait_for(lambda: cancelled.state()["status"] == "cancelled")
+    for job in (done, cancelled):
+        assert starts(job) == [0] and len(place.submitted(job)) == 1
+
+    outlives = place.create("import time\ntime.sleep(9999)")
+    wait_for(lambda: place.submitted(outlives))
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(PATIENCE) == 0
+    assert place.submitted(outlives)[0]["JobState"] in ("PENDING", "RUNNING")
+
+
+AROUND_SBATCH = {  # what a worker starts as sbatch: the worker is killed after it has been heard,
+    "after": 'REAL "$@"; kill -9 $PPID',  # or before
+    "before": 'kill -9 $PPID; sleep 3; exec REAL "$@"',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", AROUND_SBATCH)
+def test_what_a_killed_worker_has_submitted_is_not_submitted_again(place, when, tmp_path):
+    program = tmp_path / "bin/sbatch"
+    program.parent.mkdir()
+    real = shutil.which("sbatch")
+    version = f'[ "$1" = --version ] && exec {real} --version\n'
+    program.write_text(f"#!/bin/sh\n{version}{AROUND_SBATCH[when].replace('REAL', real)}\n")
+    program.chmod(0o755)
+    job = place.create("import time\ntime.sleep(9999)")
+    assert place.worker(path=program.parent).wait(PATIENCE) == -signal.SIGKILL
+    place.worker()
+    wait_for(lambda: place.submitted(job) and place.submitted(job)[-1]["JobState"] == "RUNNING")
+    place.client.post(f"{JOBS}/{job.id}/cancel")
+    wait_for(lambda: job.state()["status"] == "cancelled")
+    assert len(place.submitted(job)) == 1 and "died" not in said(place, job)
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_says_why(place, tmp_path):
+    """And one that asks to be started again, as before its time limit, is."""
+    place.worker()
+    seen = tmp_path / "seen"
+    again = f"import os, pathlib\nseen = pathlib.Path({str(seen)!r})\nif not seen.exists():\n"
+    again += "    seen.touch()\n    os._exit(75)\nprint('error: no more', flush=True)\nos._exit(2)"
+    refused, dies = place.create(again), place.create("import os\nos.kill(os.getpid(), 9)")
+    stopped = place.create("import time\ntime.sleep(9999)")
+    assert place.ended(refused) == "failed" and "no more" in said(place, refused)
+    assert "asked to be started again" in said(place, refused)
+    assert len(place.submitted(refused)) == 2
+    assert place.ended(dies) == "failed" and "died 3 times" in said(place, dies)
+    assert len(place.submitted(dies)) == 3
+    wait_for(lambda: place.submitted(stopped)[0]["JobState"] == "RUNNING")
+    place.slurm.run("scancel", f"--name={stopped.id}")  # an operator
+    assert place.ended(stopped) == "failed" and "CANCELLED" in said(place, stopped)
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_refuses_fails(place):
+    job = place.create("pass")
+    place.worker("--sbatch_args=--partition=none")
+    assert place.ended(job) == "failed" and "SLURM refuses" in said(place, job)
+    assert "partition" in said(place, job) and not place.submitted(job)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--slurm"], "no sbatch here"),
+        (["--slurm", "--sbatch_args='"], "No closing quotation"),
+        (["--sbatch_args=-x"], "add --slurm"),
+    ],
+)
+def test_a_worker_that_cannot_submit_says_so(tmp_path, monkeypatch, flags, words):
+    monkeypatch.setenv("PATH", "")
+    (tmp_path / "jobs").mkdir()
+    done = launch([], tmp_path, ["jobs", *flags], "web/worker.py")
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,125 @@
+"""Trains the jobs of web/worker.py by SLURM: sbatch, squeue, scancel.
+
+    python -m web.worker JOBS --slurm --nproc=8 --most=20 --sbatch_args="--partition=gpu"
+
+The name of a job in SLURM is the job's id. So a worker that comes after one that was killed finds
+by squeue what that one has submitted, and submits nothing twice: as long as a killed worker's
+sbatch lives, it holds the job's lock. The training needs no worker: it goes on without one.
+"""
+
+import math
+import shlex
+import subprocess
+import time
+from pathlib import Path
+
+from program import RESUME_ME, UserError, require
+from web.jobs import Job
+
+RUNNING, GONE = "running", "gone"  # what a launcher says of a training, besides its exit status
+SCRIPT = Path(__file__).resolve().parent.parent / "slurm" / "finetune.sbatch"
+COMMAND_SECONDS = 120  # SLURM's commands themselves give up earlier
+LOOK_SECONDS = 2.0  # between two calls of squeue
+AGAIN_SECONDS = 60  # until a job that was cancelled and still runs is cancelled again
+# Of these the scheduler will hear another time. Everything else that sbatch says is an answer.
+NO_ANSWER = ("timed out", "Unable to contact", "Connection refused", "try again")
+FINAL = {  # the state of a job in SLURM -> the exit status of its training, if it is not its own
+    "COMPLETED": 0,
+    "CANCELLED": 2,  # by an operator: the job fails
+    "DEADLINE": 2,
+    "TIMEOUT": RESUME_ME,
+    "PREEMPTED": RESUME_ME,
+    "NODE_FAIL": RESUME_ME,
+    "BOOT_FAIL": RESUME_ME,
+    "FAILED": None,
+    "OUT_OF_MEMORY": 1,
+}
+
+
+class Slurm:
+    """Submits trainings. The same methods as web/worker.py::Local.
+
+    nproc: the ranks of a training, on one node. most_hours: of a job, from its first start.
+    sbatch_args: more arguments of sbatch, as in a shell.
+    """
+
+    outlives = True  # a training does not end with its worker
+
+    def __init__(self, nproc: int, most_hours: float, sbatch_args: str = ""):
+        self.nproc, self.most_hours = nproc, most_hours
+        try:
+            self.sbatch_args = shlex.split(sbatch_args)
+        except ValueError as error:
+            raise UserError(f"--sbatch_args={sbatch_args!r}: {error}") from None
+        self.seen = {}  # id of a job -> (when squeue was asked, what came)
+        self.cancelled = {}  # id of a job -> when it was cancelled
+        version = command(["sbatch", "--version"])
+        require(version.returncode == 0, f"sbatch fails: {one_line(version)}")
+
+    def start(self, job: Job, lock: int) -> None:
+        """Submit the training of a job, unless SLURM has it. lock: the open file of its lock.
+
+        UserError if SLURM refuses it; OSError if it does not answer.
+        """
+        self.seen.pop(job.id, None)
+        if self.ask(job) == RUNNING:
+            return
+        left = 3600 * self.most_hours - (time.time() - job.state()["started_at"])
+        log = str(job.log).replace("%", "%%")
+        options = [f"--job-name={job.id}", f"--ntasks={self.nproc}", f"--output={log}"]
+        options += [f"--time={max(1, math.ceil(left / 60))}", f"--chdir={SCRIPT.parent.parent}"]
+        words = ["sbatch", *options, *self.sbatch_args, str(SCRIPT), str(job.settings)]
+        done = command(words, pass_fds=[lock])
+        if done.returncode and self.ask(job) != RUNNING:  # it may have been heard all the same
+            if any(words in done.stderr for words in NO_ANSWER):
+                raise OSError(f"sbatch: {one_line(done)}")
+            raise UserError(f"SLURM refuses the job: {one_line(done)}")
+
+    def state(self, job: Job) -> str | int:
+        """RUNNING while SLURM has it, also in its queue; then the exit status.
+
+        GONE if SLURM does not know it, or has forgotten it (MinJobAge). OSError if SLURM does not
+        answer.
+        """
+        asked, state = self.seen.get(job.id, (-math.inf, GONE))
+        if time.monotonic() - asked > LOOK_SECONDS:
+            state = self.ask(job)
+            self.seen[job.id] = time.monotonic(), state
+        return state
+
+    def ask(self, job: Job) -> str | int:
+        """The same, from squeue."""
+        fields = "JobID:|,State:|,exit_code:|"
+        words = ["squeue", "--me", "--noheader", f"--name={job.id}", "--states=all"]
+        done = command([*words, f"--Format={fields}"])
+        if done.returncode:
+            raise OSError(f"squeue: {one_line(done)}")
+        jobs = [line.split("|") for line in done.stdout.splitlines()]
+        if not jobs:
+            return GONE
+        _, state, exit_code, *_ = max(jobs, key=lambda fields: int(fields[0]))
+        if state not in FINAL:
+            return RUNNING
+        return int(exit_code) if FINAL[state] is None else FINAL[state]
+
+    def cancel(self, job: Job) -> None:
+        """Ask for the end of a training, whoever submitted it. `state` tells when it is over."""
+        if time.monotonic() - self.cancelled.get(job.id, -math.inf) > AGAIN_SECONDS:
+            self.cancelled[job.id] = time.monotonic()
+            command(["scancel", "--me", f"--name={job.id}"])
+
+
+def command(words: list[str], **options) -> subprocess.CompletedProcess:
+    """Run a command of SLURM. UserError if it is not there; OSError if it does not end."""
+    options |= {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        return subprocess.run(words, timeout=COMMAND_SECONDS, **options)
+    except FileNotFoundError:
+        raise UserError(f"there is no {words[0]} here: start the worker where SLURM is") from None
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{words[0]} does not end") from error
+
+
+def one_line(done: subprocess.CompletedProcess) -> str:
+    """What a command has said, in a line."""
+    return " ".join((done.stderr or done.stdout).split())[:400]
