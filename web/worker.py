@@ -244,7 +244,7 @@ def batch_settings(asked: dict, headers: list[dict], cfg: MPTConfig, nproc: int)
     n_rows = sum(header["tokens"] // header["max_seq_len"] for header in headers)
     batch = asked["batch_size"]
     rows = batch * n_rows / n_examples if batch != "auto" else min(BATCH_ROWS, n_rows / 10)
-    rows = max(1, round(rows / nproc)) * nproc
+    rows = max(1, round(min(rows, n_rows) / nproc)) * nproc
     steps_of_epoch = n_rows / rows
     epochs = asked["n_epochs"]
     if epochs == "auto":
