@@ -47,6 +47,8 @@ from web.shapes import ApiError, NotSupported, Number
 
 MOST_JOBS = 4  # of a key, waiting or running
 FEWEST_LINES = 2  # one to learn, one held out
+MOST_KNOWN = 16  # trainings whose metrics stay in memory
+SHOWN = ("step", "loss", "val_loss", "seconds")  # columns of metrics
 ENDED = ("succeeded", "failed", "cancelled")
 ASKED = {  # the fields of job.json
     "model": str,
@@ -212,12 +214,13 @@ def add_jobs(app: FastAPI, service) -> None:
     finetuning = service.finetuning
     folder = finetuning.folder / "jobs"
     one_at_a_time = threading.Lock()  # so that the jobs of a key are counted right
+    metrics = Metrics()
     Limit = Annotated[int, Query(ge=1, le=1000)]
 
     def shown(job: Job) -> dict:
         if status_of(job)["status"] == "succeeded":
             list_model(service.catalog, job)
-        return job_object(job)
+        return job_object(job, metrics)
 
     @app.post("/v1/fine_tuning/jobs")
     def create(body: JobRequest, http: HttpRequest):
@@ -226,7 +229,7 @@ def add_jobs(app: FastAPI, service) -> None:
         owner = http.scope["state"].get("owner", "")
         with on_disk(), one_at_a_time:
             require_few(folder, owner)
-            return job_object(new_job(body, finetuning, owner))
+            return job_object(new_job(body, finetuning, owner), metrics)
 
     @app.get("/v1/fine_tuning/jobs")
     def listed(after: str | None = None, limit: Limit = 20):
@@ -252,20 +255,20 @@ def add_jobs(app: FastAPI, service) -> None:
             if status != "cancelled":
                 (job.folder / "cancel").touch()
                 job.add_event("Somebody has cancelled the job")
-            return job_object(job)
+            return job_object(job, metrics)
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/events")
     def events(job_id: str, after: str | None = None, limit: Limit = 20):
         """What has happened, the newest first: messages, and the losses of steps."""
         with on_disk():
-            found = events_of(Job(place(folder, job_id, "ftjob")))
+            found = events_of(Job(place(folder, job_id, "ftjob")), metrics)
             return page_of(found[::-1], after, limit)
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
     def checkpoints(job_id: str, after: str | None = None, limit: Limit = 10):
         """The checkpoints that are kept, the newest first. The last one has the job's model."""
         with on_disk():
-            found = checkpoints_of(Job(place(folder, job_id, "ftjob")))
+            found = checkpoints_of(Job(place(folder, job_id, "ftjob")), metrics)
             return page_of(found[::-1], after, limit)
 
 
@@ -359,7 +362,7 @@ def status_of(job: Job) -> dict:
     return state
 
 
-def job_object(job: Job) -> dict:
+def job_object(job: Job, metrics: "Metrics") -> dict:
     """A job as OpenAI's API shows it. Of a damaged one, what is left."""
     state = status_of(job)
     nothing = dict.fromkeys(("suffix", "validation_file", "metadata"))
@@ -373,7 +376,7 @@ def job_object(job: Job) -> dict:
         "object": "fine_tuning.job",
         "created_at": job.created_at,
         "finished_at": state.get("finished_at") if status in ENDED else None,
-        "estimated_finish": estimated_finish(job) if status == "running" else None,
+        "estimated_finish": estimated_finish(job, metrics) if status == "running" else None,
         "model": asked["model"],
         "fine_tuned_model": asked["fine_tuned_model"] if status == "succeeded" else None,
         "organization_id": "mpt",
@@ -391,16 +394,50 @@ def job_object(job: Job) -> dict:
     }
 
 
-def rows_of(job: Job) -> tuple[list[dict], int]:
-    """The metrics of a job's training, and the number of its steps; nothing before it begins."""
-    with contextlib.suppress(UserError, OSError):
-        return runlog.read(job.run_dir), runlog.read_settings(job.run_dir)["max_steps"]
-    return [], 0
+class Metrics:
+    """The metrics of trainings. Clients ask every second: only what is new in a file is read."""
+
+    def __init__(self):
+        self.known = {}  # run folder -> (inode, bytes read, rows), the last one asked for last
+        self.lock = threading.Lock()
+
+    def of(self, job: Job) -> tuple[list[dict], int]:
+        """The rows of a job's training, and the number of its steps; nothing before it begins."""
+        with contextlib.suppress(UserError, OSError):
+            n_steps = runlog.read_settings(job.run_dir)["max_steps"]
+            with self.lock:
+                return self.rows(job.run_dir), n_steps
+        return [], 0
+
+    def rows(self, run_dir: Path) -> list[dict]:
+        """The rows of a run, of each the columns that are shown. A restart replaces the file."""
+        inode, n_read, rows = self.known.pop(run_dir, (0, 0, ()))
+        with files.open_regular(run_dir / "metrics.jsonl") as file:
+            status = os.fstat(file.fileno())
+            if inode != status.st_ino or status.st_size < n_read:
+                n_read, rows = 0, ()
+            file.seek(n_read)
+            content = file.read()
+        lines = content[: content.rfind(b"\n") + 1]
+        rows = [*rows, *filter(None, map(row_in, lines.splitlines()))]
+        self.known[run_dir] = (status.st_ino, n_read + len(lines), rows)
+        while len(self.known) > MOST_KNOWN:
+            self.known.pop(next(iter(self.known)))
+        return rows
 
 
-def estimated_finish(job: Job) -> int | None:
+def row_in(line: bytes) -> dict | None:
+    """The columns of a line of metrics that are shown here; None if it is damaged."""
+    with contextlib.suppress(UserError):
+        row = files.parse_json(line, "a line", fields={"step": int})
+        if not runlog.fault(row):
+            return {name: row[name] for name in SHOWN if name in row}
+    return None
+
+
+def estimated_finish(job: Job, metrics: Metrics) -> int | None:
     """When a training will end, in Unix seconds; None if that is not known yet."""
-    rows, n_steps = rows_of(job)
+    rows, n_steps = metrics.of(job)
     seconds = [row["seconds"] for row in rows[-100:] if "seconds" in row]
     if not seconds:
         return None
@@ -408,9 +445,9 @@ def estimated_finish(job: Job) -> int | None:
     return int(time.time() + left) if math.isfinite(left) else None
 
 
-def events_of(job: Job) -> list[dict]:
+def events_of(job: Job, metrics: Metrics) -> list[dict]:
     """All events of a job, oldest first: the lines of events.jsonl, and a row of metrics each."""
-    timed = metric_events(job)
+    timed = metric_events(job, metrics)
     fields = {"created_at": float, "level": str, "message": str}
     with contextlib.suppress(FileNotFoundError):
         rows, _ = files.read_json_lines(job.folder / "events.jsonl", fields, appended=True)
@@ -429,11 +466,11 @@ def events_of(job: Job) -> list[dict]:
     ]
 
 
-def metric_events(job: Job) -> list[tuple[float, dict]]:
+def metric_events(job: Job, metrics: Metrics) -> list[tuple[float, dict]]:
     """(Unix seconds, event) of each row of metrics. Rows have no time: their steps' seconds add up
     from the time at which the training was started.
     """
-    rows, n_steps = rows_of(job)
+    rows, n_steps = metrics.of(job)
     starts = {}
     with contextlib.suppress(UserError, OSError):
         starts = {row["first_step"]: row["time"] for row in runlog.read_launches(job.run_dir)}
@@ -463,9 +500,9 @@ def unix_seconds(text) -> float:
         return 0.0
 
 
-def checkpoints_of(job: Job) -> list[dict]:
+def checkpoints_of(job: Job, metrics: Metrics) -> list[dict]:
     """The checkpoints of a job, oldest first."""
-    rows, n_steps = rows_of(job)
+    rows, n_steps = metrics.of(job)
     found = []
     with contextlib.suppress(UserError, OSError):
         name = job.asked["fine_tuned_model"]

@@ -8,6 +8,7 @@ sbatch lives, it holds the job's lock. The training needs no worker: it goes on 
 """
 
 import math
+import re
 import shlex
 import subprocess
 import time
@@ -89,18 +90,14 @@ class Slurm:
 
     def ask(self, job: Job) -> str | int:
         """The same, from squeue."""
-        fields = "JobID:|,State:|,exit_code:|"
         words = ["squeue", "--me", "--noheader", f"--name={job.id}", "--states=all"]
-        done = command([*words, f"--Format={fields}"])
-        if done.returncode:
-            raise OSError(f"squeue: {one_line(done)}")
-        jobs = [line.split("|") for line in done.stdout.splitlines()]
-        if not jobs:
+        lines = answer([*words, "--format=%A %T"]).splitlines()
+        if not lines:
             return GONE
-        _, state, exit_code, *_ = max(jobs, key=lambda fields: int(fields[0]))
+        number, state = max((line.split() for line in lines), key=lambda fields: int(fields[0]))
         if state not in FINAL:
             return RUNNING
-        return int(exit_code) if FINAL[state] is None else FINAL[state]
+        return exit_status(number) if FINAL[state] is None else FINAL[state]
 
     def cancel(self, job: Job) -> None:
         """Ask for the end of a training, whoever submitted it. `state` tells when it is over."""
@@ -118,6 +115,22 @@ def command(words: list[str], **options) -> subprocess.CompletedProcess:
         raise UserError(f"there is no {words[0]} here: start the worker where SLURM is") from None
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{words[0]} does not end") from error
+
+
+def answer(words: list[str]) -> str:
+    """What a command prints. OSError if it fails: SLURM does not answer."""
+    done = command(words)
+    if done.returncode:
+        raise OSError(f"{words[0]}: {one_line(done)}")
+    return done.stdout
+
+
+def exit_status(number: str) -> int:
+    """With which status the script of a job has ended."""
+    shown = answer(["scontrol", "--oneliner", "show", "job", number])
+    found = re.search(r" ExitCode=(\d+):(\d+)", shown)
+    status, number_of_signal = map(int, found.groups())
+    return status or 128 + number_of_signal
 
 
 def one_line(done: subprocess.CompletedProcess) -> str:

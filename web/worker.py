@@ -244,7 +244,7 @@ def batch_settings(asked: dict, headers: list[dict], cfg: MPTConfig, nproc: int)
     n_rows = sum(header["tokens"] // header["max_seq_len"] for header in headers)
     batch = asked["batch_size"]
     rows = batch * n_rows / n_examples if batch != "auto" else min(BATCH_ROWS, n_rows / 10)
-    rows = max(1, round(rows / nproc)) * nproc
+    rows = max(1, round(min(rows, n_rows) / nproc)) * nproc
     steps_of_epoch = n_rows / rows
     epochs = asked["n_epochs"]
     if epochs == "auto":
@@ -312,7 +312,7 @@ class WorkerSettings:
     once: bool = False  # end when no job waits
     nproc: int = 1  # ranks of a training
     most: int = 1  # jobs at the same time
-    most_hours: float = 24.0  # of a job, from its first start
+    most_hours: float = 24.0  # of a job, from its first start; with --slurm its time in the queue counts, too
     poll_seconds: float = 0.5  # between two looks at the folder
     slurm: bool = False  # submit trainings to SLURM
     sbatch_args: str = ""  # more arguments of sbatch, such as "--partition=gpu --account=me"

@@ -1,6 +1,7 @@
 """Random requests that are wrong in some way: each gets an answer, and harms no other one."""
 
 import collections
+import copy
 import http.client
 import json
 import os
@@ -132,7 +133,7 @@ def changed(rng, body):
         place = place[key]
     how = rng.random()
     if how < 0.7:
-        place[last] = rng.choice(VALUES)
+        place[last] = copy.deepcopy(rng.choice(VALUES))  # a second change may be within it
     elif how < 0.8:
         del place[last]
     elif how < 0.9 and isinstance(place, dict):

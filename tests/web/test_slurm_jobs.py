@@ -12,7 +12,7 @@ from conftest import PATIENCE, launch, rooms_on_path
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from finetuning import client_of
+from finetuning import client_of, lines
 from servers import wait_for
 from test_jobs import JOBS, LONG, created, messages, set_settings, starts, status, steps
 
@@ -80,7 +80,7 @@ def said(place, job) -> str:
 def test_a_job_goes_on_without_a_worker_and_another_one_is_cancelled(place):
     worker = place.worker("--most_hours=0.5")
     done = place.create(hyperparameters={"n_epochs": 20, "batch_size": 8})
-    cancelled = place.create(hyperparameters=LONG)
+    cancelled = place.create(hyperparameters=LONG, content=lines(90))
     wait_for(lambda: steps(cancelled) >= 1)
     wait_for(lambda: place.submitted(done))
     (job,) = place.submitted(done)
