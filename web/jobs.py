@@ -36,7 +36,7 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 import checkpoint
 from lifecycle import runlog
@@ -173,6 +173,13 @@ class Method(BaseModel):
     reinforcement: NotSupported = None
 
 
+def checked_suffix(suffix: str) -> str:
+    """A suffix that can be part of a folder's name. ValueError else."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,40}", suffix):
+        raise ValueError("give 1 to 40 letters, digits, dots, dashes and underscores")
+    return suffix
+
+
 class JobRequest(BaseModel):
     """What to finetune, and on what."""
 
@@ -181,7 +188,7 @@ class JobRequest(BaseModel):
     model: str
     training_file: str
     validation_file: str | None = None
-    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")] | None = None
+    suffix: Annotated[str, AfterValidator(checked_suffix)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     hyperparameters: Hyperparameters | None = None
     method: Method | None = None

@@ -312,7 +312,9 @@ class WorkerSettings:
     once: bool = False  # end when no job waits
     nproc: int = 1  # ranks of a training
     most: int = 1  # jobs at the same time
-    most_hours: float = 24.0  # of a job, from its first start; with --slurm its time in the queue counts, too
+    most_hours: float = (
+        24.0  # of a job, from its first start; with --slurm its time in the queue counts, too
+    )
     poll_seconds: float = 0.5  # between two looks at the folder
     slurm: bool = False  # submit trainings to SLURM
     sbatch_args: str = ""  # more arguments of sbatch, such as "--partition=gpu --account=me"
@@ -482,6 +484,8 @@ class Worker:
         words = "The training has finished"
         if losses:
             words += f": held-out loss {losses[0]:.4f} before, {losses[-1]:.4f} after"
+            if losses[-1] > 1.1 * min(losses):
+                words += f", lowest {min(losses):.4f} in between: fewer epochs may do better"
         tokens = max((row.get("tokens", 0) for row in rows), default=0)
         self.end(job, "succeeded", words, trained_tokens=tokens)
 

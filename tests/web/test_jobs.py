@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import PATIENCE, rooms_on_path, slowly
+from conftest import PATIENCE, ROOT, rooms_on_path, slowly
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -371,6 +372,21 @@ def test_the_story(place):
     assert again.wait(PATIENCE) == 0
     names = {model.id for model in client.models.list()}
     assert names == {"run", made.fine_tuned_model}
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page(place):
+    page = (ROOT / "web/finetuning.md").read_text()
+    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    address = f"http://127.0.0.1:{place.server.port}"
+    for old, new in {"http://localhost:8000": address, "none": KEY, '"demo"': '"run"'}.items():
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+    (place.folder / "questions.jsonl").write_bytes(lines(20))
+    place.worker()
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=place.folder, capture_output=True, text=True)
+    assert done.returncode == 0 and "The training has finished" in done.stdout, done
 
 
 @pytest.mark.slow
