@@ -1,6 +1,5 @@
 """Finetuning jobs by a real SLURM (slurm_cluster.py): submitted once, whatever is killed."""
 
-import os
 import shutil
 import signal
 import subprocess
