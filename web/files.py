@@ -126,6 +126,8 @@ def on_disk():
     """Errors of the file system as an answer: a full disk is not a fault of the server's code."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise ApiError(404, "it was deleted meanwhile", code="not_found") from error
     except OSError as error:
         problem = f"the server cannot write or read its files ({error.strerror})"
         raise ApiError(507, f"{problem}: try again once there is room") from error
