@@ -349,6 +349,12 @@ def read_run(path, folder):
     runlog.RunLog(cfg, 0).start(MPTConfig(), cfg, {"ranks": 1}, folder / "tokenizer.json", 8)
 
 
+def read_card(path, folder):
+    from weights import card
+
+    card.page(folder, "a run", card.record_of(folder))
+
+
 def read_lease(path, folder):
     from lifecycle import lease
 
@@ -477,6 +483,8 @@ READERS = {  # name -> (maker, reader)
     "metrics.jsonl": (run_folder("metrics.jsonl"), read_run),
     "launches.jsonl": (run_folder("launches.jsonl"), read_run),
     "config.json of a run": (run_folder("config.json"), read_run),
+    "metrics.jsonl of a card": (run_folder("metrics.jsonl"), read_card),
+    "config.json of a card": (run_folder("config.json"), read_card),
     "lease.json": (written("lease.json", LEASE), read_lease),
     "microbatch.json": (written("microbatch.json", RECORD), read_microbatch),
     "meta.json": (checkpoint_file("meta.json"), read_checkpoint),
