@@ -97,6 +97,9 @@ class Slurm:
         number, state = max((line.split() for line in lines), key=lambda fields: int(fields[0]))
         if state not in FINAL:
             return RUNNING
+        if FINAL[state] == 2 and not job.is_cancelled:
+            with job.log.open("a") as log:  # where the worker finds the reason
+                log.write(f"error: SLURM has ended its job {number}: {state}\n")
         return exit_status(number) if FINAL[state] is None else FINAL[state]
 
     def cancel(self, job: Job) -> None:

@@ -312,9 +312,7 @@ class WorkerSettings:
     once: bool = False  # end when no job waits
     nproc: int = 1  # ranks of a training
     most: int = 1  # jobs at the same time
-    most_hours: float = (
-        24.0  # of a job, from its first start; with --slurm its time in the queue counts, too
-    )
+    most_hours: float = 24.0  # of a job, from its first start; with --slurm also in the queue
     poll_seconds: float = 0.5  # between two looks at the folder
     slurm: bool = False  # submit trainings to SLURM
     sbatch_args: str = ""  # more arguments of sbatch, such as "--partition=gpu --account=me"
