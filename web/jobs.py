@@ -43,6 +43,7 @@ from lifecycle import runlog
 from program import UserError, one_line
 from storage import files
 from web.files import META, Finetuning, created_at, ids_in, new_id, on_disk, page_of, place
+from web.runs import as_json, last_rows
 from web.shapes import ApiError, NotSupported, Number
 
 MOST_JOBS = 4  # of a key, waiting or running
@@ -226,20 +227,20 @@ def add_jobs(app: FastAPI, service) -> None:
         owner = http.scope["state"].get("owner", "")
         with on_disk(), one_at_a_time:
             require_few(folder, owner)
-            return job_object(new_job(body, finetuning, owner))
+            return as_json(job_object(new_job(body, finetuning, owner)))
 
     @app.get("/v1/fine_tuning/jobs")
     def listed(after: str | None = None, limit: Limit = 20):
         """The jobs, the newest first."""
         with on_disk():
             names = ids_in(folder, "ftjob")[::-1]
-            return page_of(names, after, limit, lambda name: shown(Job(folder / name)))
+            return as_json(page_of(names, after, limit, lambda name: shown(Job(folder / name))))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}")
     def retrieve(job_id: str):
         """How far a job is."""
         with on_disk():
-            return shown(Job(place(folder, job_id, "ftjob")))
+            return as_json(shown(Job(place(folder, job_id, "ftjob"))))
 
     @app.post("/v1/fine_tuning/jobs/{job_id}/cancel")
     def cancel(job_id: str):
@@ -252,21 +253,21 @@ def add_jobs(app: FastAPI, service) -> None:
             if status != "cancelled":
                 (job.folder / "cancel").touch()
                 job.add_event("Somebody has cancelled the job")
-            return job_object(job)
+            return as_json(job_object(job))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/events")
     def events(job_id: str, after: str | None = None, limit: Limit = 20):
         """What has happened, the newest first: messages, and the losses of steps."""
         with on_disk():
             found = events_of(Job(place(folder, job_id, "ftjob")))
-            return page_of(found[::-1], after, limit)
+            return as_json(page_of(found[::-1], after, limit))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
     def checkpoints(job_id: str, after: str | None = None, limit: Limit = 10):
         """The checkpoints that are kept, the newest first. The last one has the job's model."""
         with on_disk():
             found = checkpoints_of(Job(place(folder, job_id, "ftjob")))
-            return page_of(found[::-1], after, limit)
+            return as_json(page_of(found[::-1], after, limit))
 
 
 def check(body: JobRequest, service, finetuning: Finetuning) -> None:
@@ -352,7 +353,7 @@ def status_of(job: Job) -> dict:
         message = one_line(error).replace(f"{job.folder}/", "")
         fault = {"code": "damaged", "message": message, "param": None}
         state = NEW_STATE | {"status": "failed", "error": fault, "finished_at": job.created_at}
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         cancelled_at = int((job.folder / "cancel").stat().st_mtime)
         state |= {"status": "cancelled", "error": None}
         state.setdefault("finished_at", cancelled_at)
@@ -400,7 +401,10 @@ def rows_of(job: Job) -> tuple[list[dict], int]:
 
 def estimated_finish(job: Job) -> int | None:
     """When a training will end, in Unix seconds; None if that is not known yet."""
-    rows, n_steps = rows_of(job)
+    rows, n_steps = [], 0
+    with contextlib.suppress(UserError, OSError):
+        rows = last_rows(job.run_dir / "metrics.jsonl")
+        n_steps = runlog.read_settings(job.run_dir)["max_steps"]
     seconds = [row["seconds"] for row in rows[-100:] if "seconds" in row]
     if not seconds:
         return None
@@ -412,7 +416,7 @@ def events_of(job: Job) -> list[dict]:
     """All events of a job, oldest first: the lines of events.jsonl, and a row of metrics each."""
     timed = metric_events(job)
     fields = {"created_at": float, "level": str, "message": str}
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(UserError, OSError):
         rows, _ = files.read_json_lines(job.folder / "events.jsonl", fields, appended=True)
         for number, row in enumerate(rows):
             event = {"type": "message", "level": row["level"], "message": row["message"]}
@@ -426,6 +430,7 @@ def events_of(job: Job) -> list[dict]:
             "created_at": int(seconds),
         }
         for seconds, event in timed
+        if math.isfinite(seconds)
     ]
 
 
@@ -436,13 +441,15 @@ def metric_events(job: Job) -> list[tuple[float, dict]]:
     rows, n_steps = rows_of(job)
     starts = {}
     with contextlib.suppress(UserError, OSError):
-        starts = {row["first_step"]: row["time"] for row in runlog.read_launches(job.run_dir)}
+        launches = runlog.read_launches(job.run_dir)
+        starts = {row.get("first_step", 0): row.get("time") for row in launches}
     seconds = float(job.created_at)
     events = []
     for row in rows:
         for first_step in [first for first in starts if row["step"] > first or row["step"] == 0]:
             seconds = max(seconds, unix_seconds(starts.pop(first_step)))
-        seconds += row.get("seconds", 0.0)
+        passed = row.get("seconds", 0.0)
+        seconds += passed if math.isfinite(passed) else 0.0
         for column, name, words in (
             ("loss", "train_loss", "training loss"),
             ("val_loss", "valid_loss", "held-out loss"),

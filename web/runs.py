@@ -512,6 +512,14 @@ def last_lines(file, size: int, n_bytes: int) -> bytes:
     return content[first : content.rfind(b"\n") + 1]
 
 
+def last_rows(path: Path) -> list[dict]:
+    """The sound rows in the last TAIL_BYTES of a metrics.jsonl. UserError, OSError."""
+    with opened(path) as file:
+        lines = last_lines(file, os.fstat(file.fileno()).st_size, TAIL_BYTES)
+    pairs = [parsed(line) for line in lines.split(b"\n") if line.strip()]
+    return [row for row, fault in pairs if not fault]
+
+
 def last_row(lines: bytes, key: str) -> dict:
     """The last sound row of metrics that has a key; {} if none has."""
     end = len(lines)

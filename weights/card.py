@@ -313,7 +313,7 @@ def shown(value) -> str:
     """A setting as text; lists and objects as they are in JSON."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not set"}[value]
-    if isinstance(value, int):
+    if isinstance(value, int) and abs(value) < 10**300:  # a larger one is no float
         return f"{value:,}" if abs(value) < 10**15 else f"{value:.4g}"
     return f"{value:g}" if isinstance(value, float) else str(value)[:500]
 

@@ -93,6 +93,12 @@ def curve_of(client, name, **parameters) -> dict:
 # --- What a run says
 
 
+def test_a_card_of_huge_settings(tmp_path):
+    run_folder(tmp_path / "huge", step(1), seed=10**400, d_model=10**400, max_steps=10**17)
+    answer = client_of(tmp_path).get("/api/runs/huge/card")
+    assert answer.status_code == 200 and "1000000" in answer.text
+
+
 def test_a_real_run(tiny_run):
     client = client_of(tiny_run.parent)
     rows = runlog.read(tiny_run)
