@@ -133,10 +133,12 @@ class Job:
         """Add a line to events.jsonl. Several processes may do so at the same time."""
         event = {"created_at": time.time(), "level": level, "message": message}
         line = json.dumps(event).encode() + b"\n"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # a pipe would wait for WRONLY
         file = os.open(self.folder / "events.jsonl", flags, 0o644)
         try:
-            os.write(file, line)
+            size = os.fstat(file).st_size
+            is_cut_off = size and os.pread(file, 1, size - 1) != b"\n"  # by a full disk
+            os.write(file, b"\n" + line if is_cut_off else line)
         finally:
             os.close(file)
 

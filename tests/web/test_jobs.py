@@ -185,6 +185,25 @@ def test_what_is_no_job_hides_no_job(tmp_path):
     assert worker.paused.keys() <= {job_id}
 
 
+def test_an_event_behind_a_cut_off_one_is_kept(tmp_path):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    path = tmp_path / "jobs/jobs" / job_id / "events.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"created_at": 1')
+    client.post(f"{JOBS}/{job_id}/cancel")
+    assert messages(client, job_id)[1:] == ["Somebody has cancelled the job"]
+
+
+def test_events_in_a_pipe_are_no_hang(tmp_path):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    path = tmp_path / "jobs/jobs" / job_id / "events.jsonl"
+    path.unlink()
+    os.mkfifo(path)
+    assert client.post(f"{JOBS}/{job_id}/cancel").json()["status"] == "cancelled"
+    assert messages(client, job_id) == []
+
+
 # --- A worker, in this process
 
 

@@ -457,6 +457,16 @@ def test_hostile_names_are_text(tmp_path):
         assert answer.headers["Content-Disposition"].isascii()
 
 
+def test_a_folder_named_like_the_jobs(tmp_path):
+    """serve.py RUN --runs=runs --jobs=runs/jobs"""
+    run_folder(tmp_path / "jobs/models/made", step(1))
+    run_folder(tmp_path / "jobs/mine", step(1))
+    client = client_of(tmp_path, jobs=tmp_path / "jobs/models")
+    names = {line["name"] for line in got(client, "/api/runs")["runs"]}
+    assert names == {"jobs/models/made", "jobs/mine", "jobs/made"}
+    assert all(curve_of(client, name)["x"] == [1] for name in names)
+
+
 @pytest.mark.parametrize(
     "name",
     ["..", "../outside", "a/../../outside", "/etc", "//etc", ".", "a/.", "out", "a/out", "", "a//b"]
