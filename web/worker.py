@@ -474,7 +474,7 @@ class Worker:
         is_death = outcome != RESUME_ME
         deaths, restarts = state["deaths"] + is_death, state["restarts"] + (not is_death)
         job.write_state(deaths=deaths, restarts=restarts)
-        if deaths == MOST_DEATHS:
+        if deaths >= MOST_DEATHS:
             return self.fail(job, f"the training died {deaths} times, the last words: {reason}")
         if restarts > MOST_RESTARTS:
             asked = f"the training asked {restarts} times to be started again"
