@@ -313,7 +313,7 @@ def shown(value) -> str:
     """A setting as text. Of a path that begins at the root, only the end."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not set"}[value]
-    if isinstance(value, int):
+    if isinstance(value, int) and abs(value) < 10**300:  # a larger one is no float
         return f"{value:,}" if abs(value) < 10**15 else f"{value:.4g}"
     if isinstance(value, list):
         return "; ".join(map(shown, value))[:1000]
