@@ -266,8 +266,7 @@ def add_listing(app: FastAPI, folder: Path) -> None:
             file = opened(place(folder, file_id, "file") / "data.jsonl")
         except (UserError, OSError) as error:
             raise ApiError(404, f"the content of {file_id} is gone", code="not_found") from error
-        headers = {"X-Content-Type-Options": "nosniff"}
-        return StreamingResponse(blocks(file), media_type="application/jsonl", headers=headers)
+        return StreamingResponse(blocks(file), media_type="application/jsonl")
 
     @app.delete("/v1/files/{file_id}")
     def delete(file_id: str):

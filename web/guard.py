@@ -39,6 +39,7 @@ OPEN_TO_ALL = ("/health", "/")  # without a key
 OPEN_FOLDER = "/static/"  # the page's own files, which ask for the key
 POLLED = ("/api/", "/static/", "/v1/fine_tuning/")  # by the page: answers are no lines of the log
 WATCHING = ("/health", "/metrics")  # whatever the load, and not counted as open
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # a browser takes no text for a script
 REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
 
 
@@ -122,7 +123,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                ours = [(b"x-request-id", request_id.encode()), NO_SNIFFING]
+                message["headers"] = [*message["headers"], *ours]
             await send(message)
 
         is_counted = scope["path"] not in WATCHING

@@ -157,7 +157,7 @@ class Hyperparameters(BaseModel):
 
     n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=50)] = "auto"
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"  # of examples
-    learning_rate_multiplier: Literal["auto"] | Annotated[Number, Field(gt=0, le=100)] = "auto"
+    learning_rate_multiplier: Literal["auto"] | Annotated[Number, Field(ge=1e-4, le=100)] = "auto"
 
 
 class Supervised(BaseModel):

@@ -38,7 +38,6 @@ POLICY = (
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # after an update, old scripts would meet new answers
 }

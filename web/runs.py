@@ -84,7 +84,6 @@ def add_runs(app: FastAPI, folders: dict[str, Path | str]) -> None:
         headers = {
             "Content-Disposition": f'attachment; filename="{file}-card.html"',
             "Content-Security-Policy": card.POLICY,
-            "X-Content-Type-Options": "nosniff",
         }
         return HTMLResponse(runs.card(name).encode(errors="replace"), headers=headers)
 
@@ -515,14 +514,6 @@ def last_lines(file, size: int, n_bytes: int) -> bytes:
     content = file.read(size - begin)
     first = content.find(b"\n") + 1 if begin else 0
     return content[first : content.rfind(b"\n") + 1]
-
-
-def last_rows(path: Path) -> list[dict]:
-    """The sound rows in the last TAIL_BYTES of a metrics.jsonl. UserError, OSError."""
-    with opened(path) as file:
-        lines = last_lines(file, os.fstat(file.fileno()).st_size, TAIL_BYTES)
-    pairs = [parsed(line) for line in lines.split(b"\n") if line.strip()]
-    return [row for row, fault in pairs if not fault]
 
 
 def last_row(lines: bytes, key: str) -> dict:
