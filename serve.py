@@ -258,14 +258,15 @@ def example(waiting: socket.socket, model: str, keys: list[str]) -> str:
     host, port = waiting.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     key = "-H 'Authorization: Bearer KEY' " if keys else ""
+    address = f"http://{host}:{port}"
+    page = f"or open {address} in a browser"
     if not model:
-        address = f"http://{host}:{port}"
-        return f"showing runs on {address}. Try:\ncurl {key}{address}/api/runs"
+        return f"showing runs on {address}. Try:\ncurl {key}{address}/api/runs\n{page}"
     body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32})
     return (
-        f"serving {model} on http://{host}:{port}. Try:\n"
-        f"curl http://{host}:{port}/v1/completions {key}-H 'Content-Type: application/json' "
-        f"-d {shlex.quote(body)}"
+        f"serving {model} on {address}. Try:\n"
+        f"curl {address}/v1/completions {key}-H 'Content-Type: application/json' "
+        f"-d {shlex.quote(body)}\n{page}"
     )
 
 

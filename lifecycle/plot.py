@@ -145,7 +145,7 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
     """(x, low, mean, high) of a column in at most n_points: no minimum and no maximum is lost.
 
     steps, values: (rows,) each, in the order of the file. Each point stands for equally many rows,
-    and its x is the step of the row in their middle. Rows up to the step `after` are left out, and
+    and its x is the step of the last of them. Rows up to the step `after` are left out, and
     values that are not finite in fp32. Numbers are rounded to 7 digits.
     """
     steps, values = np.asarray(steps, np.int64), np.asarray(values, np.float64)
@@ -166,7 +166,7 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
         np.maximum.reduceat(values, begins),
     ]
     rounded = [[float(f"{value:.7g}") for value in column] for column in columns]
-    return steps[(begins + ends - 1) // 2].tolist(), *rounded
+    return steps[ends - 1].tolist(), *rounded
 
 
 def running_means(curve: list[tuple], window: int) -> list[tuple]:

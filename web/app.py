@@ -189,7 +189,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def misunderstood(request: Request, error: RequestValidationError):
-        return answer(refusal(error.errors()[0]))
+        return answer(refusal(error.errors()))
 
     @app.exception_handler(StarletteHTTPException)
     async def not_routed(request: Request, error: HTTPException):
@@ -218,16 +218,23 @@ def is_place(part: str) -> bool:
     return part in ("body", "query", "str", "int", "float") or "[" in part or "-" in part
 
 
-def refusal(fault: dict) -> ApiError:
-    """The answer to a body that is no request, from the first thing that pydantic found."""
+def place_of(fault: dict) -> list[str]:
+    """The field that a fault is about, from outside to inside."""
+    return [str(part) for part in fault["loc"] if not is_place(str(part))]
+
+
+def refusal(faults: list[dict]) -> ApiError:
+    """The answer to a body that is no request, from what pydantic found in its first field."""
+    fault = faults[0]
     if fault["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {fault['ctx']['error']}")
-    place = [str(part) for part in fault["loc"] if not is_place(str(part))]
+    place = place_of(fault)
     if not place:
         wrong = "the body is not a JSON object: send the header Content-Type: application/json"
         return ApiError(400, wrong)
     given = fault.get("input")
     is_short = isinstance(given, int | float | str | None)
     shown = repr(given)[:60] if is_short else f"a {type(given).__name__}"
-    reason = fault["msg"].removeprefix("Value error, ")
+    reasons = [each["msg"] for each in faults if place_of(each) == place]  # of several types
+    reason = " or ".join(reason.removeprefix("Value error, ") for reason in reasons)
     return ApiError(400, f"{'.'.join(place)}: {reason} (got {shown})", param=place[0])

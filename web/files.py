@@ -30,6 +30,7 @@ from starlette.requests import ClientDisconnect
 from program import UserError, one_line
 from storage import files
 from text import chat, corpus
+from web.runs import as_json, is_folder, opened
 from web.shapes import ApiError
 
 MOST_FILES = 1000
@@ -90,7 +91,7 @@ def created_at(name: str) -> int:
 def place(folder: Path, name: str, kind: str) -> Path:
     """The folder of an id. ApiError if there is none."""
     is_id = re.fullmatch(rf"{kind}-[0-9a-f]{{24}}", name, re.ASCII)
-    if not is_id or not (folder / name).is_dir():
+    if not is_id or not is_folder(folder / name):
         raise ApiError(404, f"there is no {name[:100]!r}", code="not_found")
     return folder / name
 
@@ -98,7 +99,7 @@ def place(folder: Path, name: str, kind: str) -> Path:
 def ids_in(folder: Path, kind: str) -> list[str]:
     """The ids in a folder, oldest first."""
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries]
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted(name for name in names if re.fullmatch(rf"{kind}-[0-9a-f]{{24}}", name))
 
 
@@ -126,6 +127,8 @@ def on_disk():
     """Errors of the file system as an answer: a full disk is not a fault of the server's code."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise ApiError(404, "it was deleted meanwhile", code="not_found") from error
     except OSError as error:
         problem = f"the server cannot write or read its files ({error.strerror})"
         raise ApiError(507, f"{problem}: try again once there is room") from error
@@ -220,7 +223,7 @@ def add_files(app: FastAPI, service) -> None:
             given = uploaded(await form_of(http, stack))
             async with one_at_a_time:
                 name = await asyncio.to_thread(checked, given)
-        return file_object(folder / name)
+        return as_json(file_object(folder / name))
 
     def checked(given: UploadFile) -> str:
         """Check and store an upload, in a thread. Returns its id."""
@@ -249,18 +252,18 @@ def add_listing(app: FastAPI, folder: Path) -> None:
         with on_disk():
             names = ids_in(folder, "file") if purpose in (None, "fine-tune") else []
             names = names if order == "asc" else names[::-1]
-            return page_of(names, after, limit, lambda name: file_object(folder / name))
+            return as_json(page_of(names, after, limit, lambda name: file_object(folder / name)))
 
     @app.get("/v1/files/{file_id}")
     def retrieve(file_id: str):
         """What is known about a file."""
-        return file_object(place(folder, file_id, "file"))
+        return as_json(file_object(place(folder, file_id, "file")))
 
     @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
     def content(file_id: str):
         """The file as it was uploaded."""
         try:
-            file = files.open_regular(place(folder, file_id, "file") / "data.jsonl")
+            file = opened(place(folder, file_id, "file") / "data.jsonl")
         except (UserError, OSError) as error:
             raise ApiError(404, f"the content of {file_id} is gone", code="not_found") from error
         headers = {"X-Content-Type-Options": "nosniff"}

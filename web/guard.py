@@ -37,6 +37,7 @@ UPLOAD_SECONDS = 600
 READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
 OPEN_TO_ALL = ("/health", "/")  # without a key
 OPEN_FOLDER = "/static/"  # the page's own files, which ask for the key
+POLLED = ("/api/", "/static/", "/v1/fine_tuning/")  # by the page: answers are no lines of the log
 WATCHING = ("/health", "/metrics")  # whatever the load, and not counted as open
 REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
 
@@ -190,6 +191,8 @@ class Guard:
         route = scope.get("route")
         path = getattr(route, "path", None) or "other"  # not what a client has invented
         self.metrics.answers[path, status] += 1
+        if status == 200 and scope["method"] == "GET" and path.startswith(POLLED):
+            return
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "id": request_id,

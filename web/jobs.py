@@ -36,19 +36,21 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 import checkpoint
 from lifecycle import runlog
 from program import UserError, one_line
 from storage import files
 from web.files import META, Finetuning, created_at, ids_in, new_id, on_disk, page_of, place
+from web.runs import as_json
 from web.shapes import ApiError, NotSupported, Number
 
 MOST_JOBS = 4  # of a key, waiting or running
 FEWEST_LINES = 2  # one to learn, one held out
 MOST_KNOWN = 16  # trainings whose metrics stay in memory
 SHOWN = ("step", "loss", "val_loss", "seconds")  # columns of metrics
+Limit = Annotated[int, Query(ge=1, le=1000)]
 ENDED = ("succeeded", "failed", "cancelled")
 ASKED = {  # the fields of job.json
     "model": str,
@@ -134,10 +136,12 @@ class Job:
         """Add a line to events.jsonl. Several processes may do so at the same time."""
         event = {"created_at": time.time(), "level": level, "message": message}
         line = json.dumps(event).encode() + b"\n"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # a pipe would wait for WRONLY
         file = os.open(self.folder / "events.jsonl", flags, 0o644)
         try:
-            os.write(file, line)
+            size = os.fstat(file).st_size
+            is_cut_off = size and os.pread(file, 1, size - 1) != b"\n"  # by a full disk
+            os.write(file, b"\n" + line if is_cut_off else line)
         finally:
             os.close(file)
 
@@ -173,6 +177,13 @@ class Method(BaseModel):
     reinforcement: NotSupported = None
 
 
+def checked_suffix(suffix: str) -> str:
+    """A suffix that can be part of a folder's name. ValueError else."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,40}", suffix):
+        raise ValueError("give 1 to 40 letters, digits, dots, dashes and underscores")
+    return suffix
+
+
 class JobRequest(BaseModel):
     """What to finetune, and on what."""
 
@@ -181,7 +192,7 @@ class JobRequest(BaseModel):
     model: str
     training_file: str
     validation_file: str | None = None
-    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")] | None = None
+    suffix: Annotated[str, AfterValidator(checked_suffix)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     hyperparameters: Hyperparameters | None = None
     method: Method | None = None
@@ -215,7 +226,6 @@ def add_jobs(app: FastAPI, service) -> None:
     folder = finetuning.folder / "jobs"
     one_at_a_time = threading.Lock()  # so that the jobs of a key are counted right
     metrics = Metrics()
-    Limit = Annotated[int, Query(ge=1, le=1000)]
 
     def shown(job: Job) -> dict:
         if status_of(job)["status"] == "succeeded":
@@ -229,20 +239,20 @@ def add_jobs(app: FastAPI, service) -> None:
         owner = http.scope["state"].get("owner", "")
         with on_disk(), one_at_a_time:
             require_few(folder, owner)
-            return job_object(new_job(body, finetuning, owner), metrics)
+            return as_json(job_object(new_job(body, finetuning, owner), metrics))
 
     @app.get("/v1/fine_tuning/jobs")
     def listed(after: str | None = None, limit: Limit = 20):
         """The jobs, the newest first."""
         with on_disk():
             names = ids_in(folder, "ftjob")[::-1]
-            return page_of(names, after, limit, lambda name: shown(Job(folder / name)))
+            return as_json(page_of(names, after, limit, lambda name: shown(Job(folder / name))))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}")
     def retrieve(job_id: str):
         """How far a job is."""
         with on_disk():
-            return shown(Job(place(folder, job_id, "ftjob")))
+            return as_json(shown(Job(place(folder, job_id, "ftjob"))))
 
     @app.post("/v1/fine_tuning/jobs/{job_id}/cancel")
     def cancel(job_id: str):
@@ -254,22 +264,28 @@ def add_jobs(app: FastAPI, service) -> None:
                 raise ApiError(400, f"the job has ended already: it has {status}")
             if status != "cancelled":
                 (job.folder / "cancel").touch()
-                job.add_event("Somebody has cancelled the job")
-            return job_object(job, metrics)
+                job.add_event("The job is cancelled by request")
+            return as_json(job_object(job, metrics))
+
+    add_history(app, folder, metrics)
+
+
+def add_history(app: FastAPI, folder: Path, metrics: "Metrics") -> None:
+    """The endpoints about what a job has done."""
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/events")
     def events(job_id: str, after: str | None = None, limit: Limit = 20):
         """What has happened, the newest first: messages, and the losses of steps."""
         with on_disk():
             found = events_of(Job(place(folder, job_id, "ftjob")), metrics)
-            return page_of(found[::-1], after, limit)
+            return as_json(page_of(found[::-1], after, limit))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
     def checkpoints(job_id: str, after: str | None = None, limit: Limit = 10):
         """The checkpoints that are kept, the newest first. The last one has the job's model."""
         with on_disk():
             found = checkpoints_of(Job(place(folder, job_id, "ftjob")), metrics)
-            return page_of(found[::-1], after, limit)
+            return as_json(page_of(found[::-1], after, limit))
 
 
 def check(body: JobRequest, service, finetuning: Finetuning) -> None:
@@ -355,7 +371,7 @@ def status_of(job: Job) -> dict:
         message = one_line(error).replace(f"{job.folder}/", "")
         fault = {"code": "damaged", "message": message, "param": None}
         state = NEW_STATE | {"status": "failed", "error": fault, "finished_at": job.created_at}
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         cancelled_at = int((job.folder / "cancel").stat().st_mtime)
         state |= {"status": "cancelled", "error": None}
         state.setdefault("finished_at", cancelled_at)
@@ -449,7 +465,7 @@ def events_of(job: Job, metrics: Metrics) -> list[dict]:
     """All events of a job, oldest first: the lines of events.jsonl, and a row of metrics each."""
     timed = metric_events(job, metrics)
     fields = {"created_at": float, "level": str, "message": str}
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(UserError, OSError):
         rows, _ = files.read_json_lines(job.folder / "events.jsonl", fields, appended=True)
         for number, row in enumerate(rows):
             event = {"type": "message", "level": row["level"], "message": row["message"]}
@@ -463,6 +479,7 @@ def events_of(job: Job, metrics: Metrics) -> list[dict]:
             "created_at": int(seconds),
         }
         for seconds, event in timed
+        if math.isfinite(seconds)
     ]
 
 
@@ -473,13 +490,15 @@ def metric_events(job: Job, metrics: Metrics) -> list[tuple[float, dict]]:
     rows, n_steps = metrics.of(job)
     starts = {}
     with contextlib.suppress(UserError, OSError):
-        starts = {row["first_step"]: row["time"] for row in runlog.read_launches(job.run_dir)}
+        launches = runlog.read_launches(job.run_dir)
+        starts = {row.get("first_step", 0): row.get("time") for row in launches}
     seconds = float(job.created_at)
     events = []
     for row in rows:
         for first_step in [first for first in starts if row["step"] > first or row["step"] == 0]:
             seconds = max(seconds, unix_seconds(starts.pop(first_step)))
-        seconds += row.get("seconds", 0.0)
+        passed = row.get("seconds", 0.0)
+        seconds += passed if math.isfinite(passed) else 0.0
         for column, name, words in (
             ("loss", "train_loss", "training loss"),
             ("val_loss", "valid_loss", "held-out loss"),

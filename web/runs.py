@@ -160,19 +160,12 @@ class Runs:
         """The folder of a run. ApiError unless there is one, below one of the roots."""
         unknown = ApiError(404, f"there is no run {name[:100]!r}", param="name")
         prefix, _, rest = name.partition("/")
-        root = self.roots.get(prefix) if rest and prefix else None
-        if not root:
-            root, rest = self.roots.get(""), name
-        parts = rest.split("/")
-        is_name = len(parts) <= DEPTH and not {"", ".", ".."} & set(parts) and "\0" not in rest
-        if not root or not is_name:
-            raise unknown
-        folder = root
-        for part in parts:
-            folder = folder / part
-            if not is_folder(folder):
-                raise unknown
-        return folder
+        # Of runs with the same name the first one in the list counts.
+        for root, inner in ((self.roots.get(""), name), (self.roots.get(prefix), rest)):
+            folder = inside(root, inner) if root and prefix else None
+            if folder:
+                return folder
+        raise unknown
 
     def curve(self, name: str, column: str, points: int, after: int) -> dict:
         """A column of a run: x, low, mean, high and more. ApiError if there is none."""
@@ -295,6 +288,18 @@ def folders_of(folder: Path) -> list[tuple[str, set | None, bool]]:
                 continue
             found.append((entry.name, {name for name, _ in inside}, any(d for _, d in inside)))
     return found
+
+
+def inside(root: Path, name: str) -> Path | None:
+    """The folder of a name below a root; None if there is none, or a link is on the way."""
+    parts = name.split("/")
+    is_name = len(parts) <= DEPTH and not {"", ".", ".."} & set(parts) and "\0" not in name
+    folder = root
+    for part in parts if is_name else ():
+        folder = folder / part
+        if not is_folder(folder):
+            return None
+    return folder if is_name else None
 
 
 def is_folder(path: Path) -> bool:
@@ -510,6 +515,14 @@ def last_lines(file, size: int, n_bytes: int) -> bytes:
     content = file.read(size - begin)
     first = content.find(b"\n") + 1 if begin else 0
     return content[first : content.rfind(b"\n") + 1]
+
+
+def last_rows(path: Path) -> list[dict]:
+    """The sound rows in the last TAIL_BYTES of a metrics.jsonl. UserError, OSError."""
+    with opened(path) as file:
+        lines = last_lines(file, os.fstat(file.fileno()).st_size, TAIL_BYTES)
+    pairs = [parsed(line) for line in lines.split(b"\n") if line.strip()]
+    return [row for row, fault in pairs if not fault]
 
 
 def last_row(lines: bytes, key: str) -> dict:

@@ -43,6 +43,7 @@ from storage import files
 from text import corpus
 from text.prepare import prepare
 from text.shards import Shard, shard_files
+from web.files import ids_in
 from web.jobs import ENDED, Job
 from web.slurm import GONE, RUNNING, Slurm
 from weights import load
@@ -140,14 +141,20 @@ def pids_left(job: Job) -> list[int]:
     with contextlib.suppress(OSError, UserError):
         started = files.read_json(job.folder / "ranks.json", fields={"host": str, "pids": list})
         if started["host"] == platform.node():
-            return [pid for pid in started["pids"] if has_open(pid, job.folder / "lock")]
+            pids = [pid for pid in started["pids"] if files.has_type(pid, int)]
+            return [pid for pid in pids if has_open(pid, job.folder / "lock")]
     return []
 
 
 def has_open(pid: int, path: Path) -> bool:
     """Has a process this file open? Another process may have got the number meanwhile."""
-    opened = Path("/proc", str(pid), "fd")
-    return any(file.exists() and file.samefile(path) for file in opened.iterdir())
+    with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        lock = os.stat(path)
+        for file in Path("/proc", str(pid), "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(os.stat(file), lock):
+                    return True
+    return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -353,8 +360,10 @@ class Worker:
 
         Jobs that others work on do not count.
         """
-        names = sorted(path.name for path in (self.folder / "jobs").glob("ftjob-*"))
-        for name in names:
+        names = {job.id for job in self.claims}  # a folder may be removed meanwhile
+        with contextlib.suppress(OSError):
+            names.update(ids_in(self.folder / "jobs", "ftjob"))
+        for name in sorted(names):
             job = next((job for job in self.claims if job.id == name), None)
             if name not in self.ended and not self.is_ending:
                 self.attend(job or Job(self.folder / "jobs" / name))
@@ -372,7 +381,8 @@ class Worker:
             program.print_error(f"{job.id}: {error}")
             if not job.folder.exists():
                 self.launcher.cancel(job)
-                self.release(job)
+                if self.launcher.state(job) != RUNNING:
+                    self.release(job)
 
     def claim(self, job: Job) -> bool:
         """Lock a job that has not ended. False if another one has it, or there is no room."""
@@ -405,6 +415,8 @@ class Worker:
         """The next step of a job that is ours."""
         outcome = self.launcher.state(job)
         is_running = outcome == RUNNING
+        if not job.folder.exists():
+            raise FileNotFoundError("its folder was removed")
         try:
             state = job.state()
             is_late = self.is_late(state)
@@ -466,7 +478,7 @@ class Worker:
         is_death = outcome != RESUME_ME
         deaths, restarts = state["deaths"] + is_death, state["restarts"] + (not is_death)
         job.write_state(deaths=deaths, restarts=restarts)
-        if deaths == MOST_DEATHS:
+        if deaths >= MOST_DEATHS:
             return self.fail(job, f"the training died {deaths} times, the last words: {reason}")
         if restarts > MOST_RESTARTS:
             asked = f"the training asked {restarts} times to be started again"
@@ -482,6 +494,8 @@ class Worker:
         words = "The training has finished"
         if losses:
             words += f": held-out loss {losses[0]:.4f} before, {losses[-1]:.4f} after"
+            if losses[-1] > 1.1 * min(losses):
+                words += f", lowest {min(losses):.4f} in between: fewer epochs may do better"
         tokens = max((row.get("tokens", 0) for row in rows), default=0)
         self.end(job, "succeeded", words, trained_tokens=tokens)
 

@@ -313,7 +313,7 @@ def shown(value) -> str:
     """A setting as text. Of a path that begins at the root, only the end."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not set"}[value]
-    if isinstance(value, int):
+    if isinstance(value, int) and abs(value) < 10**300:  # a larger one is no float
         return f"{value:,}" if abs(value) < 10**15 else f"{value:.4g}"
     if isinstance(value, list):
         return "; ".join(map(shown, value))[:1000]
@@ -321,6 +321,11 @@ def shown(value) -> str:
         words = [last_part(word) if word.startswith("/") else word for word in value.split(" ")]
         return " ".join(words)[:500]
     return f"{value:g}" if isinstance(value, float) else str(value)[:500]
+
+
+def typed(value) -> str:
+    """A setting as text, its numbers as a user types them."""
+    return str(value) if files.has_type(value, int) else shown(value)
 
 
 def base_table(settings: dict, meta: dict) -> Html:
@@ -355,7 +360,7 @@ def data_facts(settings: dict, launches: list[dict]) -> list[tuple]:
 
 
 def score_table(scores: dict) -> Html:
-    """Scores beside what guessing would reach."""
+    """Scores beside what guessing would reach, or of adapters their base."""
     if not scores:
         return Html("")
     rows = []
@@ -364,7 +369,7 @@ def score_table(scores: dict) -> Html:
         guess = "" if score["baseline"] is None else f"{score['baseline']:.3f}"
         n = "" if score["n"] is None else f"{score['n']:,}"
         rows.append((task, f"{score['score']:.4f}{error}", score["measure"], guess, n))
-    return table(rows, ("Task", "Score", "Measure", "Guessing", "Items"))
+    return table(rows, ("Task", "Score", "Measure", "Baseline", "Items"))
 
 
 def machine_table(launches: list[dict], record: Record) -> Html:
@@ -393,11 +398,15 @@ def machine_table(launches: list[dict], record: Record) -> Html:
 
 def settings_tables(settings: dict) -> list[Html]:
     """The settings that are not as by default, then all."""
-    usual = {f.name: f.default for cls in (MPTConfig, TrainConfig) for f in fields(cls)}
-    rows = [(key, shown(value)) for key, value in settings.items() if key not in NO_FACTS]
-    changed = [(key, text) for key, text in rows if settings[key] != usual.get(key, [])]
+    usual = vars(MPTConfig()) | vars(TrainConfig())
+    rows = [(key, typed(value)) for key, value in settings.items() if key not in NO_FACTS]
+    changed = [(key, text) for key, text in rows if settings[key] != usual.get(key)]
     rest = [row for row in rows if row not in changed]
-    others = tag("details", tag("summary", "as by default"), table(rest)) if rest else ""
+    others = (
+        tag("details", tag("summary", "Settings left at their default"), table(rest))
+        if rest
+        else ""
+    )
     return [table(changed) if changed else "", others]
 
 

@@ -1,7 +1,10 @@
 """Finetuning jobs: each is done once, whatever is killed, or fails and says why in its events."""
 
 import json
+import math
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +13,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import PATIENCE, rooms_on_path, slowly
+from conftest import PATIENCE, ROOT, rooms_on_path, slowly
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -137,6 +140,71 @@ def test_a_damaged_job_is_shown_as_such(tmp_path, file, content):
         assert client.get(JOBS + end).status_code == 200
 
 
+STRANGE = [  # a file of a job or of its run, what is in it
+    ("job.json", {"hyperparameters": {"n_epochs": math.nan}, "model": "\ud800"}),
+    ("job.json", {"metadata": {"\ud800": math.inf}}),
+    ("state.json", {"status": "failed", "finished_at": math.nan, "error": "\ud800"}),
+    ("state.json", {"status": "succeeded", "trained_tokens": math.inf}),
+    ("events.jsonl", {"created_at": math.inf, "level": "info", "message": "x"}),
+    ("events.jsonl", {"created_at": 1, "level": "\ud800", "message": "\ud800"}),
+    ("metrics.jsonl", {"step": 1, "loss": 1.0, "seconds": math.nan}),
+    ("launches.jsonl", {"time": 5}),
+]
+
+
+@pytest.mark.parametrize("file, values", STRANGE)
+def test_strange_values_in_a_job_are_no_failure(tmp_path, file, values):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    job = Job(tmp_path / "jobs/jobs" / job_id)
+    job.run_dir.mkdir()
+    (job.run_dir / "config.json").write_text('{"max_steps": 9}')
+    (job.run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "seconds": 1.0}\n')
+    folder = job.run_dir if file in ("metrics.jsonl", "launches.jsonl") else job.folder
+    same = {"job.json": job.asked, "state.json": jobs.NEW_STATE}.get(file, {})
+    (folder / file).write_text(json.dumps(same | values) + "\n")
+    for end in ("", f"/{job_id}", f"/{job_id}/events", f"/{job_id}/checkpoints"):
+        answer = client.get(JOBS + end)
+        assert answer.status_code == 200 and "NaN" not in answer.text, answer.text
+
+
+def test_what_is_no_job_hides_no_job(tmp_path):
+    """Nor does it keep a worker from it."""
+    client = client_of(tmp_path)
+    job_id = created(client)
+    folder = tmp_path / "jobs/jobs"
+    (folder / f"ftjob-{'0' * 24}").write_text("x")
+    (folder / f"ftjob-{'1' * 24}").symlink_to(tmp_path)
+    (folder / job_id / "events.jsonl").unlink()
+    (folder / job_id / "events.jsonl").mkdir()
+    (folder / job_id / "cancel").symlink_to("cancel")
+    assert [job["id"] for job in client.get(JOBS).json()["data"]] == [job_id]
+    assert client.get(f"{JOBS}/{job_id}/events").json()["data"] == []
+    assert client.get(f"{JOBS}/ftjob-{'1' * 24}").status_code == 404
+    worker = worker_of(tmp_path)
+    worker.look()
+    assert worker.paused.keys() <= {job_id}
+
+
+def test_an_event_behind_a_cut_off_one_is_kept(tmp_path):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    path = tmp_path / "jobs/jobs" / job_id / "events.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"created_at": 1')
+    client.post(f"{JOBS}/{job_id}/cancel")
+    assert messages(client, job_id)[1:] == ["Somebody has cancelled the job"]
+
+
+def test_events_in_a_pipe_are_no_hang(tmp_path):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    path = tmp_path / "jobs/jobs" / job_id / "events.jsonl"
+    path.unlink()
+    os.mkfifo(path)
+    assert client.post(f"{JOBS}/{job_id}/cancel").json()["status"] == "cancelled"
+    assert messages(client, job_id) == []
+
+
 # --- A worker, in this process
 
 
@@ -227,6 +295,32 @@ def test_no_job_is_taken_twice(tmp_path, monkeypatch):
     for job_id in job_ids:
         assert status(client, job_id) == "failed"
         assert sum("has started" in message for message in messages(client, job_id)) == 1
+
+
+def test_a_removed_folder_ends_its_training(tmp_path):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    set_settings(tmp_path, job_id, "import time\ntime.sleep(600)")
+    worker = worker_of(tmp_path)
+    worker.look()
+    (process,) = worker.launcher.ranks[job_id]
+    shutil.rmtree(tmp_path / "jobs/jobs" / job_id)
+    worker.look()
+    process.wait(PATIENCE)
+    worker.paused.clear()
+    assert worker.look() == 0  # there is room for another job
+
+
+def test_ranks_left_behind_are_found(tmp_path):
+    """Those that have ended, and what is no number, hide none of them."""
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    pids = ["self", -1, 2**40, None, os.getpid(), 1]
+    started = {"host": platform.node(), "pids": pids}
+    (job.folder / "ranks.json").write_text(json.dumps(started))
+    with (job.folder / "lock").open("w"):
+        assert pids_left(job) == [os.getpid()]
+    assert pids_left(job) == []
 
 
 def test_a_file_of_its_own_is_held_out(tiny_run, tmp_path):
@@ -371,6 +465,21 @@ def test_the_story(place):
     assert again.wait(PATIENCE) == 0
     names = {model.id for model in client.models.list()}
     assert names == {"run", made.fine_tuned_model}
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page(place):
+    page = (ROOT / "web/finetuning.md").read_text()
+    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    address = f"http://127.0.0.1:{place.server.port}"
+    for old, new in {"http://localhost:8000": address, "none": KEY, '"demo"': '"run"'}.items():
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+    (place.folder / "questions.jsonl").write_bytes(lines(20))
+    place.worker()
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=place.folder, capture_output=True, text=True)
+    assert done.returncode == 0 and "The training has finished" in done.stdout, done
 
 
 @pytest.mark.slow

@@ -213,6 +213,22 @@ def test_a_viewer_asks_for_the_key_and_shows_names_as_text(browser, runs):
 
 
 @pytest.mark.slow
+def test_names_that_every_object_has_break_no_view(browser, tmp_path):
+    """A task may be named as what JavaScript's objects inherit, and so may a view."""
+    for number, task in enumerate(["constructor", "__proto__", "poems"]):
+        write_run(tmp_path / f"run-{number}", 3, number)
+        results = {"tasks": {task: {"acc": 0.5, "chance": 0.25}}}
+        (tmp_path / f"run-{number}" / "results.json").write_text(json.dumps(results))
+    with viewer({"": tmp_path}) as port:
+        visit = Visit(browser, port)
+        for task in ("constructor", "__proto__", "poems"):
+            visit.open("evaluation").get_by_role("button", name=task).click()
+        assert visit.page.get_by_text("★ 0.500").count() == 3
+        visit.open("constructor").get_by_role("heading", name="Runs").wait_for()
+        assert visit.errors() == []
+
+
+@pytest.mark.slow
 def test_a_new_step_of_a_run_appears_by_itself(browser, runs):
     with viewer({"": runs}) as port:
         page = Visit(browser, port).open("runs?run=team%2Fsecond")

@@ -93,6 +93,12 @@ def curve_of(client, name, **parameters) -> dict:
 # --- What a run says
 
 
+def test_a_card_of_huge_settings(tmp_path):
+    run_folder(tmp_path / "huge", step(1), seed=10**400, d_model=10**400, max_steps=10**17)
+    answer = client_of(tmp_path).get("/api/runs/huge/card")
+    assert answer.status_code == 200 and "1000000" in answer.text
+
+
 def test_a_real_run(tiny_run):
     client = client_of(tiny_run.parent)
     rows = runlog.read(tiny_run)
@@ -449,6 +455,16 @@ def test_hostile_names_are_text(tmp_path):
         assert answer.status_code == 200
         assert "<img" not in answer.text
         assert answer.headers["Content-Disposition"].isascii()
+
+
+def test_a_folder_named_like_the_jobs(tmp_path):
+    """serve.py RUN --runs=runs --jobs=runs/jobs"""
+    run_folder(tmp_path / "jobs/models/made", step(1))
+    run_folder(tmp_path / "jobs/mine", step(1))
+    client = client_of(tmp_path, jobs=tmp_path / "jobs/models")
+    names = {line["name"] for line in got(client, "/api/runs")["runs"]}
+    assert names == {"jobs/models/made", "jobs/mine", "jobs/made"}
+    assert all(curve_of(client, name)["x"] == [1] for name in names)
 
 
 @pytest.mark.parametrize(

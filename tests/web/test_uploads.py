@@ -123,6 +123,18 @@ def test_uploads_alone_may_be_large(client):
     assert client.post("/v1/fine_tuning/jobs", json=large).status_code == 413
 
 
+def test_a_strange_file_hides_no_file(client, tmp_path):
+    file_id = upload(client, lines(2))
+    folder = tmp_path / "jobs/files"
+    (folder / file_id / "meta.json").write_text('{"filename": "\\ud800", "bytes": 1, "lines": 1}')
+    (folder / f"file-{'0' * 24}").symlink_to(tmp_path)
+    assert [file["id"] for file in client.get("/v1/files").json()["data"]] == [file_id]
+    data = folder / file_id / "data.jsonl"
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    assert client.get(f"/v1/files/{file_id}/content").status_code == 404
+
+
 def test_pages_of_a_list(client):
     names = [upload(client, lines(2)) for _ in range(5)]
     seen, after = [], None

@@ -51,11 +51,13 @@ function sortBy(task) {
 }
 
 function body(rows) {
-  const value = (row, task) => (row.scores[task] ? merit(row.scores[task]) : -Infinity);
+  const value = (row, task) => (has(row, task) ? merit(row.scores[task]) : -Infinity);
   const best = answer.tasks.map((task) => Math.max(...rows.map((row) => value(row, task))));
   const isBetter = (a, b) => value(b, sortedBy) - value(a, sortedBy);
   const sorted = sortedBy ? [...rows].sort(isBetter) : rows;
-  const cells = (row) => answer.tasks.map((task, i) => scoreCell(row.scores[task], best[i]));
+  const cells = (row) => answer.tasks.map(
+    (task, i) => scoreCell(has(row, task) ? row.scores[task] : null, best[i]),
+  );
   const lines = sorted.map((row) => el(
     "tr", {}, el("th", { scope: "row" }, row.name), cells(row),
   ));
@@ -65,12 +67,15 @@ function body(rows) {
 // The line of what guessing reaches, or what the base had before its finetuning.
 function baselines(rows) {
   const cells = answer.tasks.map((task) => {
-    const known = rows.map(({ scores: of }) => of[task]?.baseline);
+    const known = rows.filter((row) => has(row, task)).map((row) => row.scores[task].baseline);
     const baseline = known.find((one) => one !== null && one !== undefined);
     return el("td", { class: "number" }, baseline === undefined ? NOTHING : baseline.toFixed(3));
   });
   return el("tr", { class: "baseline" }, el("th", { scope: "row" }, "baseline"), cells);
 }
+
+// A task may be named "constructor", which every object has.
+const has = ({ scores }, task) => Object.hasOwn(scores, task);
 
 // Larger is better: of nats per token the negative.
 const merit = ({ score, measure }) => (measure === "accuracy" ? score : -score);

@@ -21,7 +21,7 @@ const isThere = (name) => !NEEDS[name] || Boolean(about[NEEDS[name]]);
 function route() {
   const [wanted, query] = location.hash.slice(1).split("?");
   const first = Object.keys(VIEWS).find(isThere);
-  const name = wanted in VIEWS ? wanted : first;
+  const name = Object.hasOwn(VIEWS, wanted) ? wanted : first;
   if (shown && shown !== name && started.has(shown)) VIEWS[shown].hide();
   shown = name;
   for (const other of Object.keys(VIEWS)) {

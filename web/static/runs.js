@@ -294,7 +294,7 @@ function showDifferences() {
   if (!known.length) return place.replaceChildren();
   const names = [...new Set(known.flatMap(({ about }) => Object.keys(about.settings)))];
   const text = ({ about: { settings } }, name) => (
-    name in settings ? shown(settings[name]) : NOTHING
+    Object.hasOwn(settings, name) ? shown(settings[name]) : NOTHING
   );
   const lines = names
     .filter((name) => name !== "run_dir") // what tells runs apart anyway
