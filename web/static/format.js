@@ -32,11 +32,15 @@ export function percent(share) {
 // How long ago a time was. seconds: since 1970.
 export function ago(seconds) {
   if (!seconds) return NOTHING;
-  const passed = Math.max(0, Date.now() / 1000 - seconds);
-  if (passed < 90) return `${Math.round(passed)} s ago`;
-  if (passed < 5400) return `${Math.round(passed / 60)} min ago`;
-  if (passed < 129_600) return `${Math.round(passed / 3600)} h ago`;
-  return `${Math.round(passed / 86_400)} days ago`;
+  return `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago`;
+}
+
+// 5 s, 12 min, 3 h, 12 days. digits: how the number is written.
+export function duration(seconds, digits = whole) {
+  if (seconds < 90) return `${digits(seconds)} s`;
+  if (seconds < 5400) return `${digits(seconds / 60)} min`;
+  if (seconds < 129_600) return `${digits(seconds / 3600)} h`;
+  return `${digits(seconds / 86_400)} days`;
 }
 
 export function size(bytes) {
