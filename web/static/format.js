@@ -4,6 +4,7 @@ export const NOTHING = "–";
 
 const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 // 3.142, 0.0123, 1.2e-5, 12,345; a dash for what is not known.
@@ -21,6 +22,9 @@ export function whole(value) {
   if (value === null || value === undefined) return NOTHING;
   return WHOLE.format(Math.round(value) || 0); // never -0
 }
+
+// 17.6, 0.0123
+export const short = (value) => SHORT.format(value);
 
 // 6.65B, 130M
 export const compact = (value) => COMPACT.format(value);
@@ -41,6 +45,12 @@ export function duration(seconds, digits = whole) {
   if (seconds < 5400) return `${digits(seconds / 60)} min`;
   if (seconds < 129_600) return `${digits(seconds / 3600)} h`;
   return `${digits(seconds / 86_400)} days`;
+}
+
+export function energy(kwh) {
+  if (kwh < 1) return `${short(1000 * kwh)} Wh`;
+  if (kwh < 10_000) return `${short(kwh)} kWh`;
+  return `${short(kwh / 1000)} MWh`;
 }
 
 export function size(bytes) {
