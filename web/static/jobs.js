@@ -145,6 +145,7 @@ function newJob(job) {
   const primary = { type: "button", class: "primary", onclick: () => tryIt(one) };
   one.tryIt = el("button", primary, "Try it");
   one.plot = el("div", { class: "chart low" });
+  one.rings = el("p", { class: "hint" }, "Rings: loss on the examples that are held out.");
   one.log = el("ol", { class: "events" });
   const region = { class: "scroll low", tabindex: "0", role: "region", "aria-label": "Events" };
   one.name = el("strong", { class: "name" });
@@ -157,6 +158,7 @@ function newJob(job) {
     one.advice,
     one.facts,
     one.plot,
+    one.rings,
     el("div", region, one.log),
   );
   const buttons = el("div", { class: "buttons" }, one.tryIt, one.cancel);
@@ -268,7 +270,7 @@ function lineOf({ created_at: at, level, message }) {
 function showMetrics(one) {
   const metrics = [...one.events.values()].filter(({ type }) => type === "metrics");
   const data = metrics.map((event) => event.data).filter(Boolean).sort((a, b) => a.step - b.step);
-  one.plot.hidden = !data.length;
+  one.plot.hidden = one.rings.hidden = !data.length;
   if (!data.length) return;
   one.chart ??= new Chart(one.plot, `Loss of ${one.job.id}`);
   const pairs = (name) => data.filter((row) => Number.isFinite(row[name]));
