@@ -301,7 +301,7 @@ def test_the_whole_story(browser, place, tmp_path):
 
     examples = lines(60).splitlines(keepends=True)
     choose_file(page, b"".join([*examples[:6], b'{"prompt": "' + HOSTILE.encode(), *examples[7:]]))
-    page.get_by_text("1 wrong line in pairs.jsonl").wait_for()
+    page.get_by_text("1 line cannot be used").wait_for()
     assert page.locator("#upload-lines tbody tr").inner_text().startswith("7")
     choose_file(page, b"".join(examples))
     page.get_by_text("pairs.jsonl is uploaded").wait_for()

@@ -8,7 +8,7 @@ import { el, svg } from "./dom.js";
 import { number, whole } from "./format.js";
 
 export const COLORS = 8; // --series-0 to --series-7 in style.css; then the same ones, dashed
-const MARGIN = { top: 14, right: 12, bottom: 34, left: 58 };
+const MARGIN = { top: 14, right: 28, bottom: 34, left: 58 };
 const MOST_BANDS = 6; // more of them hide each other
 const MOST_IN_TIP = 10;
 
@@ -35,6 +35,13 @@ function ticksOf(low, high, count) {
   return ticks;
 }
 
+// At least three.
+function enoughTicks(low, high) {
+  let ticks = [];
+  for (let count = 5; ticks.length < 3; count++) ticks = ticksOf(low, high, count);
+  return ticks;
+}
+
 // 1, 2 and 5 of each power of ten; of many powers only these.
 function logTicks(low, high) {
   const first = Math.floor(Math.log10(low));
@@ -45,7 +52,7 @@ function logTicks(low, high) {
     for (const factor of factors) ticks.push(factor * 10 ** power);
   }
   const inside = ticks.filter((tick) => tick >= low && tick <= high);
-  return inside.length > 1 ? inside : ticksOf(low, high, 5);
+  return inside.length > 2 ? inside : enoughTicks(low, high);
 }
 
 // The lowest and highest of several lists of numbers.
@@ -167,7 +174,7 @@ export class Chart {
 
   axes() {
     const nodes = [];
-    const ys = this.options.log ? logTicks(...this.ys) : ticksOf(...this.ys, 5);
+    const ys = this.options.log ? logTicks(...this.ys) : enoughTicks(...this.ys);
     for (const tick of ys) {
       const y = this.y(tick).toFixed(1);
       nodes.push(svg("line", { class: "rule", x1: MARGIN.left, x2: this.right, y1: y, y2: y }));

@@ -4,6 +4,8 @@ import { Poll, getJSON } from "./api.js";
 import { byId, el, say } from "./dom.js";
 import { NOTHING, plural } from "./format.js";
 
+const OWN = "held-out loss"; // each job's on its own examples: jobs cannot be compared by it
+
 let answer = { tasks: [], rows: [] };
 let sortedBy = null; // a task
 let drawn = "";
@@ -29,11 +31,13 @@ function draw() {
   const key = JSON.stringify([answer, wanted, sortedBy]);
   if (key === drawn) return;
   drawn = key;
-  const none = "No run has been evaluated yet: python -m evaluation RUN --tasks=FILE, "
-    + "or train with --icl_tasks.";
+  const none = "No run has been evaluated yet: python -m evaluation RUN --tasks=FILE "
+    + "--out=RUN/scores.json, or train with --icl_tasks.";
   const counts = `${plural(rows.length, "run")}, ${plural(answer.tasks.length, "task")}`;
-  const legend = "the best of each task is bold, with a star";
-  say(byId("evaluation-status"), answer.rows.length ? `${counts}; ${legend}` : none);
+  const legend = ["a star marks the best of a task"];
+  if (answer.tasks.includes(OWN)) legend.push(`${OWN}: before → after, on a job's own examples`);
+  const all = [counts, ...legend].join("; ");
+  say(byId("evaluation-status"), answer.rows.length ? all : none);
   byId("scores").replaceChildren(...(answer.rows.length ? [head(), body(rows)] : []));
 }
 
@@ -52,22 +56,30 @@ function sortBy(task) {
 
 function body(rows) {
   const value = (row, task) => (has(row, task) ? merit(row.scores[task]) : -Infinity);
-  const best = answer.tasks.map((task) => Math.max(...rows.map((row) => value(row, task))));
   const isBetter = (a, b) => value(b, sortedBy) - value(a, sortedBy);
   const sorted = sortedBy ? [...rows].sort(isBetter) : rows;
-  const cells = (row) => answer.tasks.map(
-    (task, i) => scoreCell(has(row, task) ? row.scores[task] : null, best[i]),
-  );
+  const best = answer.tasks.map((task) => bestOf(rows, task));
+  const scoreOf = (row, task) => (has(row, task) ? row.scores[task] : null);
+  const cells = (row) => answer.tasks.map((task, i) => (
+    task === OWN ? changeCell(scoreOf(row, task)) : scoreCell(scoreOf(row, task), best[i])
+  ));
   const lines = sorted.map((row) => el(
     "tr", {}, el("th", { scope: "row" }, row.name), cells(row),
   ));
   return el("tbody", {}, baselines(rows), lines);
 }
 
-// The line of what guessing reaches, or what the base had before its finetuning.
+// The merit of a task's best score. Of a lone one there is none.
+function bestOf(rows, task) {
+  const known = rows.filter((row) => has(row, task)).map((row) => merit(row.scores[task]));
+  return known.length > 1 ? Math.max(...known) : null;
+}
+
+// The line of what guessing reaches.
 function baselines(rows) {
   const cells = answer.tasks.map((task) => {
-    const known = rows.filter((row) => has(row, task)).map((row) => row.scores[task].baseline);
+    const rowsWithIt = task === OWN ? [] : rows.filter((row) => has(row, task));
+    const known = rowsWithIt.map((row) => row.scores[task].baseline);
     const baseline = known.find((one) => one !== null && one !== undefined);
     return el("td", { class: "number" }, baseline === undefined ? NOTHING : baseline.toFixed(3));
   });
@@ -79,6 +91,16 @@ const has = ({ scores }, task) => Object.hasOwn(scores, task);
 
 // Larger is better: of nats per token the negative.
 const merit = ({ score, measure }) => (measure === "accuracy" ? score : -score);
+
+// What the base had before its finetuning, and what the adapters have after it.
+function changeCell(one) {
+  if (!one) return el("td", { class: "number" }, NOTHING);
+  const { score, baseline } = one;
+  const texts = [baseline, score].filter((value) => value !== null);
+  const title = `${one.measure}: less is better`;
+  const kind = `number ${baseline !== null && score >= baseline ? "guess" : ""}`;
+  return el("td", { class: kind, title }, texts.map((value) => value.toFixed(3)).join(" → "));
+}
 
 function scoreCell(one, best) {
   if (!one) return el("td", { class: "number" }, NOTHING);

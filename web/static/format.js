@@ -4,6 +4,7 @@ export const NOTHING = "–";
 
 const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 // 3.142, 0.0123, 1.2e-5, 12,345; a dash for what is not known.
@@ -22,6 +23,9 @@ export function whole(value) {
   return WHOLE.format(Math.round(value) || 0); // never -0
 }
 
+// 17.6, 0.0123
+export const short = (value) => SHORT.format(value);
+
 // 6.65B, 130M
 export const compact = (value) => COMPACT.format(value);
 
@@ -32,11 +36,21 @@ export function percent(share) {
 // How long ago a time was. seconds: since 1970.
 export function ago(seconds) {
   if (!seconds) return NOTHING;
-  const passed = Math.max(0, Date.now() / 1000 - seconds);
-  if (passed < 90) return `${Math.round(passed)} s ago`;
-  if (passed < 5400) return `${Math.round(passed / 60)} min ago`;
-  if (passed < 129_600) return `${Math.round(passed / 3600)} h ago`;
-  return `${Math.round(passed / 86_400)} days ago`;
+  return `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago`;
+}
+
+// 5 s, 12 min, 3 h, 12 days. digits: how the number is written.
+export function duration(seconds, digits = whole) {
+  if (seconds < 90) return `${digits(seconds)} s`;
+  if (seconds < 5400) return `${digits(seconds / 60)} min`;
+  if (seconds < 129_600) return `${digits(seconds / 3600)} h`;
+  return `${digits(seconds / 86_400)} days`;
+}
+
+export function energy(kwh) {
+  if (kwh < 1) return `${short(1000 * kwh)} Wh`;
+  if (kwh < 10_000) return `${short(kwh)} kWh`;
+  return `${short(kwh / 1000)} MWh`;
 }
 
 export function size(bytes) {

@@ -3,12 +3,14 @@
 import { Failure, Poll, call, getJSON, post } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, el, fillSelect, say, table } from "./dom.js";
-import { ago, number, plural, size, whole } from "./format.js";
+import { ago, duration, number, size, whole } from "./format.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 const LONGEST_LINE = 160; // characters that are shown of a wrong line
+const PATIENCE = 15; // seconds after which a job that waits says how to start a worker
 
 const jobs = new Map(); // id -> {job, node, ...}: see `newJob`
+const fileNames = new Map(); // the id of a file -> its name, or the id if it is deleted
 const poll = new Poll(1000, load);
 
 export function start() {
@@ -46,8 +48,9 @@ async function upload() {
     byId("training-file").value = made.id;
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
-    tell(status, error.message, true);
-    if (error.lines?.length) await showLines(file, error.lines);
+    const hasTable = error.lines?.length > 0; // then a table has the reasons
+    tell(status, hasTable ? error.message.split(",")[0] : error.message, true);
+    if (hasTable) await showLines(file, error.lines);
   }
   byId("upload").value = ""; // so that the same file, mended, can be chosen again
 }
@@ -60,17 +63,13 @@ async function showLines(file, wrong) {
     const shown = text.length > LONGEST_LINE ? `${text.slice(0, LONGEST_LINE)}…` : text;
     return [line, el("div", {}, reason, el("code", {}, shown))];
   });
-  const title = `${plural(wrong.length, "wrong line")} in ${file.name}`;
-  byId("upload-lines").replaceChildren(table(title, ["Line", "What is wrong"], rows));
+  byId("upload-lines").replaceChildren(table(file.name, ["Line", "What is wrong"], rows));
 }
 
 async function loadChoices() {
   try {
-    const [files, models] = await Promise.all([
-      getJSON("/v1/files?purpose=fine-tune&limit=100"),
-      getJSON("/v1/models"),
-    ]);
-    const newest = [...files.data].sort((a, b) => b.created_at - a.created_at);
+    const [files, models] = await Promise.all([loadFiles(), getJSON("/v1/models")]);
+    const newest = [...files].sort((a, b) => b.created_at - a.created_at);
     const named = newest.map(({ id, filename, bytes }) => [id, `${filename} (${size(bytes)})`]);
     fillSelect(byId("training-file"), named.length ? named : [["", "upload a file first"]]);
     const bases = models.data.filter(({ parent }) => !parent).map(({ id }) => [id, id]);
@@ -79,6 +78,12 @@ async function loadChoices() {
     if (!(error instanceof Failure)) throw error;
     tell(byId("job-problem"), error.message, true);
   }
+}
+
+async function loadFiles() {
+  const { data } = await getJSON("/v1/files?purpose=fine-tune&limit=100");
+  for (const { id, filename } of data) fileNames.set(id, filename);
+  return data;
 }
 
 // --- Jobs
@@ -95,10 +100,10 @@ async function create() {
     method: { type: "supervised", supervised: { hyperparameters } },
   };
   const suffix = byId("suffix").value.trim();
-  if (suffix) body.suffix = suffix;
+  if (suffix) Object.assign(body, { suffix, metadata: { suffix } }); // a job shows its metadata
   try {
-    const job = await post("/v1/fine_tuning/jobs", body);
-    tell(byId("job-problem"), `The job ${job.id} waits for a worker.`);
+    await post("/v1/fine_tuning/jobs", body);
+    tell(byId("job-problem"), "The job is in the list.");
     await poll.turn();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
@@ -109,6 +114,7 @@ async function create() {
 async function load() {
   const { data } = await getJSON("/v1/fine_tuning/jobs?limit=50");
   byId("no-job").hidden = data.length > 0;
+  await nameFiles(data.map((job) => job.training_file));
   for (const job of [...data].reverse()) {
     const one = jobs.get(job.id) ?? newJob(job);
     one.job = job;
@@ -118,18 +124,28 @@ async function load() {
   await Promise.all(open.map(loadEvents));
 }
 
+// Learn the names of files that somebody else has uploaded.
+async function nameFiles(ids) {
+  const unknown = ids.filter((id) => !fileNames.has(id));
+  if (!unknown.length) return;
+  await loadFiles();
+  for (const id of unknown) if (!fileNames.has(id)) fileNames.set(id, id);
+}
+
 // A job's place on the page. The newest and those that run are open, and only these ask for events.
 function newJob(job) {
-  const one = { job, events: new Map(), isRead: false, chart: null };
+  const one = { job, events: new Map(), isRead: false, chart: null, far: "" };
   one.state = el("span", { class: "state" });
   one.time = el("span", { class: "hint" });
   one.progress = el("progress", { "aria-label": `Progress of ${job.id}`, max: 1, value: 0 });
   one.problem = el("p", { class: "problem", role: "status" });
+  one.advice = el("p", { class: "hint", role: "status" });
   one.facts = el("p", { class: "hint" });
   one.cancel = el("button", { type: "button", onclick: () => cancel(one) }, "Cancel");
   const primary = { type: "button", class: "primary", onclick: () => tryIt(one) };
   one.tryIt = el("button", primary, "Try it");
   one.plot = el("div", { class: "chart low" });
+  one.rings = el("p", { class: "hint" }, "Rings: loss on the examples that are held out.");
   one.log = el("ol", { class: "events" });
   const region = { class: "scroll low", tabindex: "0", role: "region", "aria-label": "Events" };
   one.name = el("strong", { class: "name" });
@@ -139,8 +155,10 @@ function newJob(job) {
     el("summary", {}, one.name, one.state, one.time),
     one.progress,
     one.problem,
+    one.advice,
     one.facts,
     one.plot,
+    one.rings,
     el("div", region, one.log),
   );
   const buttons = el("div", { class: "buttons" }, one.tryIt, one.cancel);
@@ -152,21 +170,32 @@ function newJob(job) {
 function fillJob(one) {
   const { job } = one;
   const isOver = ENDED.includes(job.status);
-  say(one.name, job.fine_tuned_model ?? job.id);
+  const file = fileNames.get(job.training_file);
+  say(one.name, job.fine_tuned_model ?? `${job.metadata?.suffix ?? job.model}, on ${file}`);
   say(one.state, WORDS[job.status] ?? job.status);
   one.state.dataset.state = job.status;
-  say(one.time, ago(job.finished_at ?? job.created_at));
+  say(one.time, timeOf(one));
+  const isStuck = job.status === "queued" && waited(job) > PATIENCE;
+  say(one.advice, isStuck ? "No worker has taken it yet: python -m web.worker jobs" : "");
   say(one.problem, job.error?.message ?? "");
   one.cancel.hidden = isOver;
   one.tryIt.hidden = job.status !== "succeeded";
   one.progress.hidden = isOver;
   const { n_epochs: epochs, learning_rate_multiplier: times } = job.hyperparameters ?? {};
-  const facts = [job.id, `from ${job.model}`];
+  const facts = [job.id, `from ${job.model}`, `on ${file}`];
   if (epochs > 0) facts.push(`epochs: ${epochs}`); // not "auto"
   if (times > 0) facts.push(`learning rate × ${times}`);
   if (job.trained_tokens) facts.push(`${whole(job.trained_tokens)} tokens trained`);
   say(one.facts, facts.join(" · "));
 }
+
+// When it ended, how far it is, or for how long it has waited.
+function timeOf({ job, far }) {
+  if (ENDED.includes(job.status)) return ago(job.finished_at);
+  return job.status === "running" ? far : `for ${duration(waited(job))}`;
+}
+
+const waited = (job) => Math.max(0, Date.now() / 1000 - job.created_at);
 
 const WORDS = {
   validating_files: "checking the files",
@@ -241,7 +270,7 @@ function lineOf({ created_at: at, level, message }) {
 function showMetrics(one) {
   const metrics = [...one.events.values()].filter(({ type }) => type === "metrics");
   const data = metrics.map((event) => event.data).filter(Boolean).sort((a, b) => a.step - b.step);
-  one.plot.hidden = !data.length;
+  one.plot.hidden = one.rings.hidden = !data.length;
   if (!data.length) return;
   one.chart ??= new Chart(one.plot, `Loss of ${one.job.id}`);
   const pairs = (name) => data.filter((row) => Number.isFinite(row[name]));
@@ -262,5 +291,6 @@ function showMetrics(one) {
   if (last.total_steps) one.progress.value = last.step / last.total_steps;
   const done = last.total_steps ? `step ${whole(last.step)} of ${whole(last.total_steps)}` : "";
   const loss = train.length ? `loss ${number(mean.at(-1))}` : "";
-  if (one.job.status === "running") say(one.time, [done, loss].filter(Boolean).join(", "));
+  one.far = [done, loss].filter(Boolean).join(", ");
+  say(one.time, timeOf(one));
 }

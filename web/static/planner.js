@@ -2,10 +2,12 @@
 
 import { getJSON, post } from "./api.js";
 import { byId, el, fillSelect, say } from "./dom.js";
-import { NOTHING, compact, number, percent, whole } from "./format.js";
+import { NOTHING, compact, duration, energy, number, percent, short, whole } from "./format.js";
 
 const FIELDS = ["model", "device", "devices", "seq_len", "global_batch_size", "tokens", "price"];
 const WORDS = ["model", "device"]; // all other fields are numbers
+const TIMES = { "": 1, K: 1e3, M: 1e6, B: 1e9, T: 1e12 };
+const WARNING = /EXTRAPOLATED|DOUBTFUL|not in the model/; // in a line of what was assumed
 
 let isFilled = false;
 
@@ -35,15 +37,21 @@ function complain(error) {
   say(byId("plan-status"), error.message);
 }
 
+// 20,000,000 or 2e7 or 20M; NaN for anything else.
+function numberOf(text) {
+  const [, digits, suffix] = text.replaceAll(",", "").match(/^(.*?)\s*([KMBT]?)$/i);
+  return Number(digits) * TIMES[suffix.toUpperCase()];
+}
+
 async function plan() {
   const body = {};
   for (const name of FIELDS) {
     const text = byId(`plan-${name}`).value.trim();
-    if (text) body[name] = WORDS.includes(name) ? text : Number(text.replaceAll(",", ""));
+    if (text) body[name] = WORDS.includes(name) ? text : numberOf(text);
   }
   byId("plan-status").className = "";
   if (Number.isNaN(body.tokens)) {
-    return complain(new Error("Tokens to train on: write a number, such as 20000000000 or 2e10."));
+    return complain(new Error("Tokens to train on: write a number, such as 20B or 2e10."));
   }
   say(byId("plan-status"), "Planning …");
   byId("plan-answer").replaceChildren();
@@ -56,22 +64,23 @@ async function plan() {
   }
 }
 
-// A value, and below it its error band.
-function banded(row, name) {
+// A value, and below it the range in which it is expected.
+function banded(row, name, words = number) {
+  if (row[name] === null) return NOTHING;
   const band = row.band?.[name];
-  if (!band || !row[name]) return number(row[name]);
-  return [number(row[name]), el("span", { class: "band-of" }, band.map(number).join(" to "))];
+  if (!band || !row[name]) return words(row[name]);
+  return [words(row[name]), el("span", { class: "band-of" }, band.map(words).join(" to "))];
 }
 
 const COLUMNS = [
+  ["Time", (row) => banded(row, "days", (days) => duration(86_400 * days, short))],
+  ["Cost", (row) => banded(row, "cost")],
   ["Layout", (row) => row.layout_text || row.label],
   ["Fits", (row) => (row.fits === null ? NOTHING : row.fits ? "yes" : "no")],
   ["Memory of a device", (row) => `${number(row.gb)} GB, ${percent(row.share_of_memory)}`],
   ["Tokens/s", (row) => banded(row, "tokens_per_second")],
   ["MFU", (row) => percent(row.mfu)],
-  ["Days", (row) => banded(row, "days")],
-  ["Cost", (row) => banded(row, "cost")],
-  ["kWh", (row) => banded(row, "kwh")],
+  ["Energy", (row) => banded(row, "kwh", energy)],
 ];
 
 function tables({ rows, text, command }) {
@@ -81,6 +90,8 @@ function tables({ rows, text, command }) {
   const nodes = problems.map((problem) => el("p", { class: "problem" }, problem));
   const cells = (row) => columns.map(([, show]) => el("td", {}, show(row)));
   if (possible.length) {
+    const warnings = possible[0].assumed.filter((line) => WARNING.test(line));
+    nodes.push(...warnings.map((line) => el("p", { class: "problem" }, line)));
     const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": "Plans" };
     nodes.push(el("div", region, el(
       "table",
@@ -89,6 +100,7 @@ function tables({ rows, text, command }) {
       el("thead", {}, el("tr", {}, columns.map(([head]) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, possible.map((row) => el("tr", {}, cells(row)))),
     )));
+    nodes.push(el("p", { class: "hint" }, rangeOf(possible[0])));
     nodes.push(el("h2", {}, "Flags for fsdp_train.py"), block(possible[0].flags));
     const assumed = possible[0].assumed.map((one) => el("li", {}, one));
     nodes.push(el("details", {}, el("summary", {}, "What was assumed"), el("ul", {}, assumed)));
@@ -98,6 +110,15 @@ function tables({ rows, text, command }) {
     nodes.push(el("details", {}, detail));
   }
   return nodes;
+}
+
+// What a range says. certainty: the kind of published runs that it comes from.
+function rangeOf({ band, certainty }) {
+  if (!band) return "";
+  if (certainty === "anything else") {
+    return "Below a number is a wide range: no published run is like this one.";
+  }
+  return `Below a number: 8 of 10 runs fall in this range (published runs, ${certainty}).`;
 }
 
 // Lines to copy. They may be wider than the page, and a keyboard can scroll them.

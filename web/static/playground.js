@@ -2,7 +2,7 @@
 
 import { Poll, getJSON, hasKey, stream } from "./api.js";
 import { byId, el, fillSelect, say } from "./dom.js";
-import { number, plural } from "./format.js";
+import { number, plural, whole } from "./format.js";
 
 const EXAMPLE = {
   type: "object",
@@ -14,6 +14,7 @@ const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "seed"];
 
 let columns = []; // of answers, one for each model that was asked
 let controller = null; // of the requests that run
+let names = []; // of the models
 let wanted = {}; // models to choose as soon as the server has them, by the id of their list
 
 const models = new Poll(3000, loadModels);
@@ -29,6 +30,7 @@ export function start(about) {
   byId("prompt").onkeydown = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit();
   };
+  byId("model-a").onchange = fillBeside;
   byId("stop").onclick = () => controller?.abort();
   byId("clear").onclick = clear;
   byId("curl").onclick = copyAsCurl;
@@ -54,17 +56,24 @@ export function hide() {
 
 async function loadModels() {
   const { data } = await getJSON("/v1/models");
-  const pairs = data.map(({ id }) => [id, id]);
-  fillSelect(byId("model-a"), pairs);
-  fillSelect(byId("model-b"), [["", "nothing"], ...pairs]);
+  names = data.map(({ id }) => id);
+  fillSelect(byId("model-a"), names.map((name) => [name, name]));
+  fillBeside();
   for (const [id, name] of Object.entries(wanted)) {
-    if (!data.some((model) => model.id === name)) continue;
+    if (!Array.from(byId(id).options).some((option) => option.value === name)) continue;
     byId(id).value = name;
     delete wanted[id];
+    fillBeside();
   }
   const missing = Object.values(wanted)[0];
   if (missing) say(byId("ask-status"), `The server does not have the model ${missing} yet.`);
   else if (byId("ask-status").textContent.endsWith(" yet.")) say(byId("ask-status"), "");
+}
+
+// The models that the first one can be compared with: all others.
+function fillBeside() {
+  const others = names.filter((name) => name !== byId("model-a").value);
+  fillSelect(byId("model-b"), [["", "none"], ...others.map((name) => [name, name])]);
 }
 
 const isChat = () => byId("kind-chat").checked;
@@ -110,6 +119,15 @@ function schemaOf() {
   return wrong ? undefined : schema;
 }
 
+// Is there a schema that cannot be sent? Says so.
+function isSchemaWrong() {
+  if (schemaOf() !== undefined) return false;
+  byId("structure").open = true;
+  byId("schema").focus();
+  say(byId("ask-status"), "The JSON schema is not valid: mend it, or empty its field.");
+  return true;
+}
+
 // A request's body. messages: the conversation, its last message included; null: no chat.
 function bodyOf(model, prompt, messages) {
   const body = messages ? { model, messages } : { model, prompt };
@@ -128,8 +146,7 @@ function bodyOf(model, prompt, messages) {
 const pathOf = (body) => (body.messages ? "/v1/chat/completions" : "/v1/completions");
 
 function chosenModels() {
-  const names = [byId("model-a").value, byId("model-b").value];
-  return [...new Set(names)].filter(Boolean);
+  return [byId("model-a").value, byId("model-b").value].filter(Boolean);
 }
 
 // What is sent to a model: in a chat what was said before, and the message of the user.
@@ -143,27 +160,25 @@ function requestOf(model, column) {
 }
 
 async function ask() {
-  if (controller) return;
-  if (schemaOf() === undefined) {
-    byId("structure").open = true;
-    byId("schema").focus();
-    return;
-  }
-  const names = chosenModels();
+  if (controller || isSchemaWrong()) return;
+  const asked = chosenModels();
   const prompt = byId("prompt").value;
   if (isChat() && !prompt.trim()) return say(byId("ask-status"), "Write a message first.");
-  const areSame = names.join("\n") === columns.map(({ model }) => model).join("\n");
+  const areSame = asked.join("\n") === columns.map(({ model }) => model).join("\n");
   if (!isChat() || !areSame) {
-    columns = names.map(columnOf);
+    columns = asked.map(columnOf);
     byId("answers").replaceChildren(...columns.map(({ node }) => node));
   }
   setBusy(new AbortController());
   const { signal } = controller;
-  const asked = columns.map((column) => [column, requestOf(column.model, column)]);
+  const bodies = columns.map((column) => requestOf(column.model, column));
   if (isChat()) byId("prompt").value = "";
-  await Promise.all(asked.map(([column, body]) => answer(column, body, signal)));
+  const answers = columns.map((column, i) => answer(column, bodies[i], signal));
+  const outcomes = await Promise.all(answers);
   setBusy(null);
-  say(byId("ask-status"), signal.aborted ? "Stopped." : "Done.");
+  say(byId("ask-status"), outcomes.find((outcome) => outcome !== "Done.") ?? "Done.");
+  const isLost = !outcomes.includes("Done.") && !signal.aborted; // to be mended and sent again
+  if (isLost && !byId("prompt").value) byId("prompt").value = prompt;
 }
 
 function setBusy(one) {
@@ -175,13 +190,16 @@ function setBusy(one) {
 
 // Where the answers of one model appear.
 function columnOf(model) {
-  const texts = el("div", { class: "texts" });
+  const label = `Answers of ${model}`;
+  const region = { class: "texts", tabindex: "0", role: "region", "aria-label": label };
+  const texts = el("div", region);
   const state = el("p", { class: "hint" });
   const node = el("article", { class: "answer" }, el("h2", {}, model), texts, state);
   return { model, messages: [], node, texts, state };
 }
 
-// Ask one model, and show its answer as it comes. Never throws: a fault is shown in the column.
+// Ask one model, and show its answer as it comes. Returns how it ended, in a word. Never throws:
+// a fault is shown in the column.
 async function answer(column, body, signal) {
   const made = document.createTextNode("");
   const isText = !body.messages;
@@ -195,40 +213,53 @@ async function answer(column, body, signal) {
     column.texts.append(el("p", { class: "text said" }, prompt), el("p", { class: "text" }, made));
   }
   const begun = performance.now();
-  const counted = { tokens: null, reason: null };
+  const counted = { text: "", tokens: null, reason: null };
+  let outcome = "Done.";
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
   try {
     for await (const chunk of stream(pathOf(body), streamed, signal)) {
-      takeIn(chunk, made, counted);
+      takeIn(chunk, counted);
+      made.data = isText ? counted.text : counted.text.replace(/^\s*\n|\s+$/g, "");
       say(column.state, `${((performance.now() - begun) / 1000).toFixed(1)} s`);
-      column.texts.scrollTop = column.texts.scrollHeight;
+      scroll(column.texts, isText);
     }
-    say(column.state, summary(made.data, counted, (performance.now() - begun) / 1000, body));
+    say(column.state, summary(counted, (performance.now() - begun) / 1000, body));
   } catch (error) {
     const isStopped = error.name === "AbortError";
     column.state.className = isStopped ? "hint" : "problem";
     say(column.state, isStopped ? "stopped" : error.message);
+    if (isStopped) outcome = "Stopped.";
+    else outcome = error.status >= 400 && error.status < 500 ? "Refused." : "Failed.";
   }
-  if (!isText && made.data) {
-    column.messages.push(body.messages.at(-1), { role: "assistant", content: made.data });
+  if (!isText && counted.text) {
+    column.messages.push(body.messages.at(-1), { role: "assistant", content: counted.text });
+  } else if (!isText && outcome !== "Done.") {
+    for (const node of [...column.texts.children].slice(-2)) node.remove(); // it was not said
   }
+  return outcome;
+}
+
+// Follow the text that comes; in a chat at most until its question is at the top.
+function scroll(texts, isText) {
+  const question = texts.children[texts.children.length - 2];
+  texts.scrollTop = isText ? texts.scrollHeight : question.offsetTop - texts.offsetTop;
 }
 
 // A chunk of a stream: a piece of text, why it ended, or how many tokens there were.
-function takeIn(chunk, made, counted) {
+function takeIn(chunk, counted) {
   const choice = chunk.choices[0];
-  made.appendData(choice?.delta?.content ?? choice?.text ?? "");
+  counted.text += choice?.delta?.content ?? choice?.text ?? "";
   counted.reason = choice?.finish_reason ?? counted.reason;
   counted.tokens = chunk.usage?.completion_tokens ?? counted.tokens;
 }
 
-function summary(text, { tokens, reason }, seconds, body) {
+function summary({ text, tokens, reason }, seconds, body) {
   const parts = [`${seconds.toFixed(1)} s`];
   if (tokens !== null) {
     parts.unshift(plural(tokens, "token"));
     parts.push(`${number(tokens / seconds)} tokens/s`);
   }
-  if (reason === "length") parts.push("cut at the most new tokens");
+  if (reason === "length") parts.push(`stopped at the limit of ${whole(tokens)} new tokens`);
   if (body.response_format) parts.push(isJSON(text) ? "valid JSON" : "not complete JSON");
   return parts.join(" · ");
 }
@@ -243,7 +274,7 @@ function isJSON(text) {
 }
 
 async function copyAsCurl() {
-  if (schemaOf() === undefined) return;
+  if (isSchemaWrong()) return;
   const body = requestOf(byId("model-a").value, columns[0]);
   const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
   const lines = [

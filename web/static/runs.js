@@ -14,10 +14,14 @@ const HEADS = [
   ["loss", "Loss"],
   ["val_loss", "Val. loss"],
   ["step", "Step"],
-  ["updated", "Written"],
+  ["updated", "Updated"],
 ];
+const WORDS = { newer: "newer version" }; // of states; all others are said as they are
+const MOST_AT_ONCE = 20; // curves
+const END = 12; // letters of a name that are always shown
+const MOST_ABREAST = 3; // runs, as columns of the table of settings; more of them are its rows
 
-const rows = new Map(); // a run's name -> {run, node, cells, box}: its line in the list
+const rows = new Map(); // a run's name -> {run, node, cells, box, note}: its line in the list
 const chosen = new Map(); // a run's name -> {name, color, curve, about, problem, node}
 let order = { by: "updated", isDown: true };
 let chart = null;
@@ -35,6 +39,7 @@ export function start() {
   const first = el("th", { scope: "col" }, el("span", { class: "unseen" }, "Chosen"));
   byId("run-table").tHead.rows[0].append(first, ...cells);
   byId("run-filter").oninput = filter;
+  byId("choose-all").onclick = () => firstSeen().forEach(({ run }) => choose(run.name));
   byId("choose-none").onclick = () => [...chosen.keys()].forEach(drop);
   byId("column").onchange = reloadCurves;
   byId("smoothing").oninput = draw;
@@ -65,6 +70,7 @@ async function loadList() {
   for (const [name, row] of rows) {
     if (names.has(name)) continue;
     row.node.remove();
+    row.note.remove();
     rows.delete(name);
   }
   let isNew = false;
@@ -88,19 +94,31 @@ function newRow(name) {
   const cells = HEADS.map(([by]) => el("td", { class: by }));
   const node = el("tr", {}, el("td", {}, box), ...cells);
   cells[0].onclick = () => box.click();
-  const row = { node, cells, box, run: { name } };
+  cells[0].title = name;
+  cells[0].append(cutName(name));
+  const reason = el("div");
+  const note = el("tr", { class: "note" }, el("td"), el("td", { colspan: HEADS.length }, reason));
+  const row = { node, cells, box, note, reason, run: { name } };
   rows.set(name, row);
   return row;
 }
 
-function fillRow({ node, cells, run }) {
+// A name of which style.css cuts the middle: runs of a sweep differ in their ends.
+function cutName(name) {
+  const letters = Array.from(name);
+  const head = el("span", { class: "head" }, letters.slice(0, -END).join(""));
+  return el("div", { class: "cut" }, head, el("span", {}, letters.slice(-END).join("")));
+}
+
+function fillRow({ node, cells, reason, run }) {
   const isWhole = !run.max_steps || run.step === run.max_steps;
   const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${compact(run.max_steps)}`;
   const losses = [number(run.loss), number(run.val_loss)];
-  const texts = [run.name, run.state, ...losses, steps, ago(run.updated)];
-  texts.forEach((text, i) => say(cells[i], text));
+  const texts = [WORDS[run.state] ?? run.state, ...losses, steps, ago(run.updated)];
+  texts.forEach((text, i) => say(cells[i + 1], text));
   node.dataset.state = run.state;
-  node.title = run.problem ?? "";
+  node.classList.toggle("noted", Boolean(run.problem));
+  say(reason, run.problem ?? "");
 }
 
 function sortBy(by) {
@@ -109,7 +127,7 @@ function sortBy(by) {
   sort();
 }
 
-function sort() {
+function sorted() {
   const { by, isDown } = order;
   const compare = ({ run: { [by]: a } }, { run: { [by]: b } }) => {
     if (a === b) return 0;
@@ -117,7 +135,12 @@ function sort() {
     if (b === null || b === undefined) return -1;
     return (a < b ? -1 : 1) * (isDown ? -1 : 1);
   };
-  byId("run-table").tBodies[0].append(...[...rows.values()].sort(compare).map(({ node }) => node));
+  return [...rows.values()].sort(compare);
+}
+
+function sort() {
+  const { by, isDown } = order;
+  byId("run-table").tBodies[0].append(...sorted().flatMap(({ node, note }) => [node, note]));
   for (const head of byId("run-table").tHead.querySelectorAll("[data-by]")) {
     if (head.dataset.by !== by) head.removeAttribute("aria-sort");
     else head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
@@ -128,18 +151,23 @@ function sort() {
 function filter() {
   const words = byId("run-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   let count = 0;
-  for (const { node, run } of rows.values()) {
-    const text = `${run.name} ${run.state}`.toLowerCase();
+  for (const { node, note, cells, run } of rows.values()) {
+    const text = `${run.name} ${cells[1].textContent}`.toLowerCase();
     const isSeen = words.every((word) => text.includes(word));
     if (node.hidden === isSeen) node.hidden = !isSeen;
+    note.hidden = !isSeen || !run.problem;
     count += isSeen;
   }
   const all = plural(rows.size, "run");
   const seen = count === rows.size ? all : `${whole(count)} of ${all}`;
+  const some = count > MOST_AT_ONCE ? `the first ${MOST_AT_ONCE}` : "all shown";
+  say(byId("choose-all"), `Choose ${some}`);
   say(byId("run-count"), rows.size ? seen : "There are no runs yet: train one into this folder.");
 }
 
 // --- Which are chosen
+
+const firstSeen = () => sorted().filter(({ node }) => !node.hidden).slice(0, MOST_AT_ONCE);
 
 function choose(name) {
   if (chosen.has(name)) return;
@@ -172,7 +200,6 @@ function tick({ box, run }) {
 // Tick its box, and write the choice into the address.
 function markChosen(name) {
   if (rows.has(name)) tick(rows.get(name));
-  byId("run-hint").hidden = chosen.size > 0;
   const query = new URLSearchParams([...chosen.keys()].map((key) => ["run", key]));
   history.replaceState(null, "", chosen.size ? `#runs?${query}` : "#runs");
 }
@@ -188,7 +215,7 @@ function legendOf(one) {
     "aria-label": `Remove ${one.name}`,
     onclick: () => drop(one.name),
   }, "×");
-  const name = el("span", { class: "name" }, one.name);
+  const name = el("div", { class: "name", title: one.name }, cutName(one.name));
   return el("li", {}, el("span", { class: `swatch ${colorOf(one)}` }), name, state, card, away);
 }
 
@@ -270,6 +297,8 @@ function draw() {
   const series = loaded.map(({ name, color, curve }) => ({ name, color, ...curve }));
   const smoothing = Number(byId("smoothing").value);
   chart.show(series, { log: byId("log").checked, smoothing });
+  const rings = series.some(({ val }) => val.x.length) ? "Rings: validation losses." : "";
+  say(byId("run-hint"), chosen.size ? rings : "Choose one run or several to see their curves.");
   showDifferences();
 }
 
@@ -302,14 +331,17 @@ function showDifferences() {
     .filter(([, ...values]) => known.length === 1 || new Set(values).size > 1);
   const single = known.length === 1;
   const title = single ? `Settings of ${known[0].name}` : "Settings that differ";
-  const heads = ["Setting", ...known.map((one) => el(
+  const runNames = known.map((one) => el(
     "span", {}, el("span", { class: `swatch ${colorOf(one)}` }), one.name,
-  ))];
+  ));
   if (!lines.length) {
     return place.replaceChildren(el("p", { class: "hint" }, "These runs have the same settings."));
   }
   const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": title };
-  const made = el("div", region, table("", heads, lines));
+  const isTurned = known.length > MOST_ABREAST;
+  const all = [[isTurned ? "Run" : "Setting", ...runNames], ...lines];
+  const [heads, ...cells] = isTurned ? all[0].map((_, i) => all.map((line) => line[i])) : all;
+  const made = el("div", region, table("", heads, cells));
   place.replaceChildren(el("details", { open: !single }, el("summary", {}, title), made));
 }
 
