@@ -388,6 +388,40 @@ the planner takes the slowest layout
 planning/search.py: planning/test_search.py
 - rated.sort(key=lambda layout: -layout[0])
 + rated.sort(key=lambda layout: layout[0])
+
+# --- jobs and the page
+
+two workers take one job
+web/worker.py: web/test_jobs.py::test_no_job_is_taken_twice
+- fcntl.LOCK_EX | fcntl.LOCK_NB
++ fcntl.LOCK_SH | fcntl.LOCK_NB
+
+a job's fourth start follows its third death
+web/worker.py: web/test_jobs.py::test_a_training_that_fails_ends_its_job_with_the_reason
+- if deaths >= MOST_DEATHS:
++ if deaths > MOST_DEATHS:
+
+an upload may have one wrong line
+web/files.py: web/test_uploads.py
+-     if faults:
+-         raise WrongLines
++     if len(faults) > 1:
++         raise WrongLines
+
+a curve loses the maximum between two of its points
+lifecycle/plot.py: web/test_runs.py
+- np.maximum.reduceat(values, begins)
++ values[begins]
+
+a link leads out of the folder of runs
+web/runs.py: web/test_runs.py
+- stat.S_ISDIR(os.lstat(path).st_mode)
++ stat.S_ISDIR(os.stat(path).st_mode)
+
+a card takes a run's name for HTML
+weights/card.py: weights/test_card.py
+- Html(html.escape(text))
++ Html(text)
 """
 
 
