@@ -201,6 +201,9 @@ ELSEWHERE = {
     "python serve.py runs/demo --jobs=jobs": SERVED,
     "python serve.py runs/demo --runs=runs --jobs=jobs": SERVED,
     "python -m web.worker jobs": "tests/web/test_jobs.py",
+    'python -m web.worker jobs --slurm --nproc=8 --most=20 --sbatch_args="--partition=gpu"': (
+        "tests/web/test_slurm_jobs.py"
+    ),
     "python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0": SERVED,
     "pip install obstore": "it needs internet",
     "aws s3 cp --recursive data/my s3://bucket/my": STORED,
