@@ -346,9 +346,9 @@ def test_srun_starts_teams_and_one_that_lies_on_two_nodes_is_warned_of(
     """Teams of two are neighbours on a node, so there is nothing to warn of."""
     flags = [*flags, "--run_dir=run", "--max_steps=3", "--icl_interval=0"]
     one_thread = functools.partial(re.sub, "OMP_NUM_THREADS=.*", "OMP_NUM_THREADS=1")
-    job.submit(SRUN, *flags, *layout, nodes=2, edit=one_thread)
-    assert job.end() == 0, job.said()
+    run = job().submit(SRUN, *flags, *layout, ranks_per_node=2, edit=one_thread)
+    assert run.end() == ("COMPLETED", "0:0"), run.said()
     title = ", ".join(layout).replace("--", "").replace("=", " ")
-    assert f"4 x cpu, FULL_SHARD, {title}, fp32" in job.said()
-    assert job.said().count("WARNING") == int(warns)
-    assert ("; --tp=2 stays within a node" in job.said()) == warns
+    assert f"4 x cpu, FULL_SHARD, {title}, fp32" in run.said()
+    assert run.said().count("WARNING") == int(warns)
+    assert ("; --tp=2 stays within a node" in run.said()) == warns
