@@ -1,1 +1,1 @@
-"""HTTP: OpenAI's endpoints over serving/engine.py. All that imports FastAPI is here."""
+"""HTTP: OpenAI's API, finetuning jobs and the page. All that imports FastAPI is here."""

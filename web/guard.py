@@ -1,5 +1,7 @@
 """What stands before every endpoint: keys, limits, and a line of the log for each request.
 
+The page asks every second how runs and jobs are: what it asks is counted, and not logged.
+
     raise_file_limit     each open request is an open file
     request id           the client's X-Request-ID, or a new one; in the answer and the log
     Host, Origin         other sites must not reach a server on this machine through a browser

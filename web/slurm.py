@@ -55,7 +55,8 @@ class Slurm:
         self.seen = {}  # id of a job -> (when squeue was asked, what came)
         self.cancelled = {}  # id of a job -> when it was cancelled
         version = command(["sbatch", "--version"])
-        require(version.returncode == 0, f"sbatch fails: {one_line(version)}")
+        fix = "sbatch fails: start the worker where jobs are submitted, or without --slurm"
+        require(version.returncode == 0, f"{fix}: {one_line(version)}")
 
     def start(self, job: Job, lock: int) -> None:
         """Submit the training of a job, unless SLURM has it. lock: the open file of its lock.
