@@ -815,6 +815,14 @@ def rank_zero_decides(decide):
     return box[0]
 
 
+def all_max(numbers: list[float], world: World) -> list[float]:
+    """The largest of each number over all ranks. A collective of the CPUs: no GPU waits."""
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    if world.global_size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks, in place."""
     if dist.get_world_size() > 1:
