@@ -113,13 +113,13 @@ def main(argv) -> None:
             # A GPU's figures are read one step late, unless something is due after this step.
             is_bad = report.record(step, figures, agreed)
             lease.check()
-            if cadence.evaluation_due(done) or cadence.tasks_due(done):
-                evaluator.evaluate(done, model, cadence, log)
-                report.start_clock()
             if agreed.no_save_running:
                 checkpointer.finish()  # publish the last one
             if agreed.no_copy_running:
                 lease.mirror.copy_newest()  # --remote
+            if cadence.evaluation_due(done) or cadence.tasks_due(done):
+                evaluator.evaluate(done, model, cadence, log)
+                report.start_clock()
             if cadence.must_save(done, agreed, is_bad):  # a stop signal asks for a save, too
                 checkpointer.save(done, model, optimizer, settings)
                 cadence.start_save_clock()
