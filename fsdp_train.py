@@ -295,6 +295,8 @@ def resolve_auto(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.St
     precision = parallel.choose_precision(cfg, world.device, start.precision)
     cadence = Cadence(cfg, start.skip_steps)
     cfg = replace(cfg, skip_steps=cadence.skips.text)
+    if cfg.compile == "auto" and world.device.type != "cuda":
+        cfg = replace(cfg, compile=False)  # it compiles on GPUs
     if cfg.compile is not False:
         from lifecycle import compiling  # here, since most runs do without
 
