@@ -295,12 +295,12 @@ def resolve_auto(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.St
     precision = parallel.choose_precision(cfg, world.device, start.precision)
     cadence = Cadence(cfg, start.skip_steps)
     cfg = replace(cfg, skip_steps=cadence.skips.text)
-    if cfg.compile == "auto" and world.device.type != "cuda":
-        cfg = replace(cfg, compile=False)  # it compiles on GPUs
-    if cfg.compile is not False:
-        from lifecycle import compiling  # here, since most runs do without
+    compiles = False
+    if cfg.compile is True or world.device.type == "cuda":
+        from lifecycle import compiling  # here, since runs on a CPU do without
 
-        cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, precision))
+        compiles = compiling.choose(model_cfg, cfg, world, precision)
+    cfg = replace(cfg, compile=compiles)
     is_recorded = Path(cfg.run_dir, "microbatch.json").exists
     if cfg.microbatch_size == "auto" or processes.rank_zero_decides(is_recorded):
         from lifecycle import microbatch

@@ -20,12 +20,14 @@ from program import UserError
 
 
 def choose(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> bool:
-    """Whether to compile the blocks, the same on all ranks. cfg.compile: True or auto.
+    """Whether to compile the blocks, the same on all ranks: cfg.compile, or what it means if auto.
 
-    `auto` does so if one block can be compiled on every rank. If not, rank 0 prints why.
+    `auto` compiles on GPUs, if one block can be compiled on every rank. If not, rank 0 prints why.
     A collective, called before anything large is in memory. UserError if cfg.compile is True, and
     compiling fails.
     """
+    if cfg.compile is False or (cfg.compile == "auto" and world.device.type != "cuda"):
+        return False
     if cfg.tp * cfg.pp > 1:  # their checks refuse True
         if world.global_rank == 0:
             print("nothing is compiled: that does not work with tp or pp", flush=True)

@@ -25,7 +25,7 @@ import config
 import fsdp_train
 import parallel
 from config import MPTConfig, TrainConfig
-from lifecycle import compiling, resume
+from lifecycle import compiling
 from model import MPT, Block
 from processes import World
 from program import UserError
@@ -199,14 +199,10 @@ def fail(*args):
     raise RuntimeError("the compiler\nis broken")
 
 
-def test_auto_is_off_on_a_cpu_and_nothing_is_tried():
+def test_auto_is_off_on_a_cpu_and_nothing_is_tried(ranks):
     assert TrainConfig().compile == "auto"
-    start = resume.Start(None, {}, "")
-    for setting in ("auto", False):
-        cfg = replace(RUN, compile=setting, precision="fp32")
-        with counting_graphs() as graphs:
-            resolved, _, _ = fsdp_train.resolve_auto(MODEL, cfg, ALONE, start)
-        assert resolved.compile is False and graphs == {}
+    assert chosen(ALONE, "auto") == (False, {})
+    assert chosen(A_GPU, False) == (False, {})
 
 
 def test_auto_goes_on_without_compiling_where_that_fails(capsys):
