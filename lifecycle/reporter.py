@@ -52,20 +52,19 @@ def agree(world, signals, log, cadence, checkpointer, mirror=None) -> StepConsen
     return StepConsensus(stop_signal, bool(save), not writing, not copying)
 
 
-def of_all_ranks(world, seconds: float, memory_gb: float) -> dict:
-    """The straggler and the peak memory of the rank that needs most, for a row. A collective.
+def of_all_ranks(world, seconds: float, memory_gb: float) -> tuple[float, int, float]:
+    """(memory_gb, slowest_rank, slowest_by) of a step. A collective.
 
-    seconds: this rank's time outside collectives in a step. memory_gb: its peak.
+    seconds: this rank's time outside collectives. The straggler is the global rank with the
+    longest, `slowest_by` times that of the fastest. memory_gb: this rank's peak; the largest of
+    all is returned.
     """
     own = [0.0] * world.global_size
     own[world.global_rank] = seconds
     memory_gb, *of_ranks = processes.all_max([memory_gb, *own], world)
     of_ranks = [max(seconds, 1e-6) for seconds in of_ranks]
-    return {
-        "memory_gb": memory_gb,
-        "slowest_rank": of_ranks.index(max(of_ranks)),
-        "slowest_by": round(max(of_ranks) / min(of_ranks), 2),
-    }
+    slowest = max(of_ranks)
+    return memory_gb, of_ranks.index(slowest), round(slowest / min(of_ranks), 2)
 
 
 class Reporter:
@@ -108,6 +107,9 @@ class Reporter:
         now = time.perf_counter()
         step_seconds, self.clock = now - self.clock, now
         is_bad = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
+        memory_gb, slowest_rank, slowest_by = of_all_ranks(
+            self.world, own_seconds(), runlog.memory_gb(self.world.device)
+        )
 
         tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
         steps_taken = step + 1 - self.cadence.skips.before(step + 1)
@@ -122,8 +124,10 @@ class Reporter:
             "skipped": is_bad,
             "tokens_per_second": tokens_per_second,
             "mfu": flops.utilization(self.flops_per_token, tokens_per_second, 1, self.peak),
+            "memory_gb": memory_gb,
             "seconds": step_seconds,
-            **of_all_ranks(self.world, own_seconds(), runlog.memory_gb(self.world.device)),
+            "slowest_rank": slowest_rank,
+            "slowest_by": slowest_by,
         }
         self.log.row(row, always_shown or is_bad)
         self.bad_steps.check()
