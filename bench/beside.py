@@ -472,7 +472,7 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     """Let the programs of a comparison take turns, and print their times and ratios."""
     if program.wants_help(argv):
-        program.show_help(config.help_text(MPTConfig, TrainConfig, BesideArgs))
+        program.show_help(program.settings_help(MPTConfig, TrainConfig, BesideArgs))
     name, *flags = argv or [""]
     usage = f"python -m bench beside {'|'.join(COMPARISONS)} [--key=value]"
     require(name in COMPARISONS, f"usage: {usage}")

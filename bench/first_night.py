@@ -274,7 +274,7 @@ def learn_facts(folder: Path, hidden: dict) -> dict:
 def chosen(stages: list[Stage], name: str) -> Stage:
     """The stage with this name. UserError if there is none, or it cannot run here."""
     by_name = {stage.name: stage for stage in stages}
-    require(name in by_name, f"no stage {config.shown(name)}: there are {', '.join(by_name)}")
+    require(name in by_name, f"no stage {program.shown(name)}: there are {', '.join(by_name)}")
     require(not by_name[name].lacks, f"stage {name}: {by_name[name].lacks}")
     return by_name[name]
 

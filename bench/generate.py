@@ -125,7 +125,7 @@ def main(argv: list[str]) -> None:
     given, args = config.load(argv, GenerateArgs, takes="[THREADS]")
     (threads,) = given or [str(torch.get_num_threads())]
     valid = threads.isdecimal() and int(threads) > 0
-    require(valid, f"the number of threads is {config.shown(threads)}: give 1 or more")
+    require(valid, f"the number of threads is {program.shown(threads)}: give 1 or more")
     torch.set_num_threads(int(threads))
     device = processes.pick_device(args.device, 0, 1, 1)
     machine = f"{devices.describe(device)}, {platform.machine()}, {threads} threads"

@@ -184,7 +184,7 @@ class FleetArgs:
         if self.machine and self.machine not in MACHINES:
             near = difflib.get_close_matches(self.machine, MACHINES, n=3) or list(MACHINES)
             guess = f"did you mean {' or '.join(near)}?"
-            raise UserError(f"no machine {config.shown(self.machine)}, {guess}")
+            raise UserError(f"no machine {program.shown(self.machine)}, {guess}")
 
 
 def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1) -> Fleet:
@@ -247,7 +247,7 @@ def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
     if args.network > DOUBTFUL_NETWORK * usual_network(device) * fleet.node_size:
         gbs = f"--network={args.network:g} is {args.network:,.6g} GB/s a node, each way"
         fix = f"if these are Gb/s, divide by 8: --network={args.network / 8:g}"
-        config.say_once("note", f"{gbs}: {fix}")
+        program.say_once("note", f"{gbs}: {fix}")
     return replace(fleet, network_gbs=args.network, network_from="set")
 
 

@@ -14,6 +14,7 @@ from conftest import ROOT, refusal
 
 import config
 import generate
+import program
 from config import (
     RANGES,
     SHARDING_MODES,
@@ -167,7 +168,7 @@ def test_an_old_name_means_the_new_one(write):
 @pytest.fixture
 def notes(capsys):
     """notes() returns what was printed on standard error since the last call."""
-    config.say_once.cache_clear()
+    program.say_once.cache_clear()
     return lambda: capsys.readouterr().err
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import config
 import devices
 import processes
+import program
 from config import TrainConfig
 from planning.fleet import NODE_WATTS
 from planning.picture import PUBLISHED_MI250
@@ -335,7 +335,7 @@ def test_a_launch_beside_a_gpu_that_torch_cannot_use(
     """It takes the CPU with a note, or is refused (None)."""
     folder, unused_gpu = dev("nvidia0"), devices.unused_gpu
     monkeypatch.setattr(devices, "unused_gpu", lambda *_: unused_gpu(folder, cuda, None))
-    config.say_once.cache_clear()
+    program.say_once.cache_clear()
     if words is None:
         with pytest.raises(UserError, match="the GPU"):
             processes.pick_device(device, 0, ranks, ranks)

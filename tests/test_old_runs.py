@@ -17,6 +17,7 @@ from launches import train_in
 import checkpoint
 import config
 import generate
+import program
 from bench import compare, train
 from config import MPTConfig, TrainConfig, from_dict, load
 from evaluation import zero_shot
@@ -42,7 +43,7 @@ def old(tmp_path, monkeypatch):
     folder = shutil.copytree(OLD, tmp_path / "old")
     shutil.unpack_archive(folder / "checkpoints.tar.gz", folder)
     monkeypatch.chdir(folder)
-    config.say_once.cache_clear()
+    program.say_once.cache_clear()
     return folder
 
 

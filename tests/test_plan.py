@@ -13,6 +13,7 @@ import pytest
 import config
 import flops
 import plan
+import program
 from config import MPTConfig, TrainConfig
 from planning import answer, budget, memory, search
 from planning.answer import PlanArgs
@@ -337,7 +338,7 @@ NUMBERS = {
     name: hint
     for cls in (PlanArgs, search.LayoutArgs)
     for name, hint in get_type_hints(cls).items()
-    if set(config.alternatives(hint)) & {int, float}
+    if set(program.alternatives(hint)) & {int, float}
 }
 FIXED = "--tp=1 --pp=1 --sharding=FULL_SHARD --microbatch_size=1 --activation_checkpointing=none"
 
