@@ -1,4 +1,4 @@
-"""How every program here begins and ends: arguments, --help, one-line errors, the exit status.
+"""How every program here begins and ends: arguments, --help, one-line errors, exit statuses.
 
     0     success, or --help
     1     a bug: the traceback is printed. torchrun exits with 1 whatever its ranks exit with
@@ -11,7 +11,8 @@
         program.run(main)      main(argv) may raise UserError or OSError
 
 `processes.run` does the same for a program of many ranks. A program with settings reads argv by
-`config.load`, which handles --help; one without settings reads it by `arguments`.
+`config.load`, which asks this file what the text of a flag means, and for --help; one without
+settings reads it by `arguments`.
 
 Run `python program.py A` to see a user error.
 """
