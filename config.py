@@ -87,7 +87,7 @@ MAX_PARAMETERS = 10**13
 
 # The linear layers of a block, in the order in which it computes them.
 LINEAR_LAYERS = ["Wqkv", "out_proj", "up_proj", "down_proj"]
-# Names of such layers in other models, and ours for the same thing.
+# Our layers, and what other models call them.
 FOREIGN_LAYERS = {
     "Wqkv": "q_proj k_proj v_proj qkv_proj qkv query_key_value c_attn",
     "out_proj": "o_proj c_proj dense",
@@ -415,10 +415,10 @@ def listed(name: str, text: str, known) -> list[str]:
     """The words of a setting such as "norms,biases". Raises UserError for one that is not known."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
-        near = nearest(word, known, FOREIGN_LAYERS)
-        hint = f"did you mean {near!r}? It can be" if near else "expected"
-        problem = f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}"
-        require(word in known, problem)
+        if word not in known:
+            near = nearest(word, known, FOREIGN_LAYERS)
+            hint = f"did you mean {near!r}? It can be" if near else "expected"
+            raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
     return words
 
 
