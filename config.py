@@ -95,11 +95,6 @@ FOREIGN_LAYERS = {
     "down_proj": "fc2 fc_out dense_4h_to_h w2",
     "all": "all-linear",
 }
-EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
-TRACKERS = ["tensorboard", "wandb", "mlflow", "trackio"]  # see lifecycle/trackers.py
-# These have no effect without lora_rank, and those without data_format=chat.
-ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
-CHAT_SETTINGS = "chat_template target_prompts target_responses packing".split()
 
 Norm = Literal["low_precision_layernorm", "layernorm"]  # computed in bf16, or in fp32
 AttentionImpl = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"]
@@ -273,6 +268,12 @@ Checkpointing = Literal["none", "selective", "full"]  # of activations: see para
 Schedule = Literal["cosine", "constant", "inv_sqrt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16"]
+
+EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
+TRACKERS = ["tensorboard", "wandb", "mlflow", "trackio"]  # see lifecycle/trackers.py
+# These have no effect without lora_rank, and those without data_format=chat.
+ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
+CHAT_SETTINGS = "chat_template target_prompts target_responses packing".split()
 
 
 @dataclass
