@@ -87,14 +87,6 @@ MAX_PARAMETERS = 10**13
 
 # The linear layers of a block, in the order in which it computes them.
 LINEAR_LAYERS = ["Wqkv", "out_proj", "up_proj", "down_proj"]
-# Our layers, and what other models call them.
-FOREIGN_LAYERS = {
-    "Wqkv": "q_proj k_proj v_proj qkv_proj qkv query_key_value c_attn",
-    "out_proj": "o_proj c_proj dense",
-    "up_proj": "gate_proj gate_up_proj c_fc fc1 fc_in dense_h_to_4h w1",
-    "down_proj": "fc2 fc_out dense_4h_to_h w2",
-    "all": "all-linear",
-}
 
 Norm = Literal["low_precision_layernorm", "layernorm"]  # computed in bf16, or in fp32
 AttentionImpl = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"]
@@ -417,7 +409,7 @@ def listed(name: str, text: str, known) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if word not in known:
-            near = nearest(word, known, FOREIGN_LAYERS)
+            near = nearest(word, known)
             hint = f"did you mean {near!r}? It can be" if near else "expected"
             raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
     return words
@@ -451,7 +443,7 @@ def check_range(name: str, number: float) -> None:
 # --------------------------------------------------------------------------------------------------
 # Names
 
-# Our settings, and what nanoGPT, nanochat, LLM Foundry and Hugging Face call them.
+# What nanoGPT, nanochat, LLM Foundry and Hugging Face call our settings and linear layers.
 FOREIGN_NAMES = {
     "d_model": "n_embd hidden_size",
     "n_layers": "depth",
@@ -462,6 +454,11 @@ FOREIGN_NAMES = {
     "global_batch_size": "global_train_batch_size",
     "precision": "dtype",
     "run_dir": "save_folder",
+    "Wqkv": "q_proj k_proj v_proj qkv_proj qkv query_key_value c_attn",
+    "out_proj": "o_proj c_proj dense",
+    "up_proj": "gate_proj gate_up_proj c_fc fc1 fc_in dense_h_to_4h w1",
+    "down_proj": "fc2 fc_out dense_4h_to_h w2",
+    "all": "all-linear",
 }
 
 # Settings that had another name here: old -> new. Config files, flags and saved settings may use
@@ -491,14 +488,14 @@ def unknown_key(key: str, source: str, names) -> str:
         return f"{message}: PyTorch multiplies it by lr, MPT does not. {fix}"
     if key in ("tp", "pp"):
         return f"{message}: this program does not cut a model that way"
-    near = nearest(key, names, FOREIGN_NAMES)
+    near = nearest(key, names)
     return f"{message}, " + (f"did you mean {near!r}?" if near else "see --help for the names")
 
 
-def nearest(word: str, known, foreign: dict[str, str]) -> str | None:
-    """The one of `known` for which `foreign` has this word, or else the one most like it."""
+def nearest(word: str, known) -> str | None:
+    """The one of `known` that others call by this word, or else the one most like it."""
     for name in known:
-        if word in foreign.get(name, "").split():
+        if word in FOREIGN_NAMES.get(name, "").split():
             return name
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
@@ -613,7 +610,7 @@ def read_file(path: str) -> dict:
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or "configs"
         files = os.listdir(folder) if os.path.isdir(folder) else []
-        near = nearest(path, [os.path.join(folder, file) for file in files], {})
+        near = nearest(path, [os.path.join(folder, file) for file in files])
         hint = f", did you mean {near}?" if near else ""
         raise UserError(f"no config file {path!r} (flags are written --key=value){hint}")
     try:

@@ -104,7 +104,12 @@ def test_what_is_saved_comes_back():
 # --------------------------------------------------------------------------------------------------
 # Names
 
-FOREIGN = {name: ours for ours, names in config.FOREIGN_NAMES.items() for name in names.split()}
+FOREIGN = {
+    name: ours
+    for ours, names in config.FOREIGN_NAMES.items()
+    for name in names.split()
+    if ours in FIELDS
+}
 UNKNOWN = {
     "n_layer": "did you mean 'n_layers'?",
     "out_dir": "did you mean 'run_dir'?",
