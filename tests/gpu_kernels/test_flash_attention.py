@@ -626,9 +626,8 @@ def tuned(world):
 @pytest.mark.slow
 def test_tuning_prints_rows_to_paste(interpreted):
     text = interpreted(tuned)[0]
-    rows = eval("{" + "".join(line for line in text.splitlines() if line[0] == " ") + "}")
-    best = dict.fromkeys(("forward", "dq", "dkdv"), (32, 64, 4, 1))
-    assert rows == {("cpu", 64): best, ("cpu", 128): best}
+    rows = eval("[" + "".join(line for line in text.splitlines() if line[0] == " ") + "]")
+    assert rows == [("cpu", head_dim, *[(32, 64, 4, 1)] * 3) for head_dim in (64, 128)]
     assert text.count("takes 1.000 ms, the row of the table 3.000") == 6
 
 
