@@ -4,15 +4,12 @@ import datetime
 import json
 import random
 import resource
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import TORCHRUN, launch, refusal
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import checkpoint
 import parallel
@@ -195,15 +192,6 @@ def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
     assert works_there == (words not in capsys.readouterr().err)
 
 
-def test_their_package_reads_our_safetensors(tmp_path):
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    state = build(SMALL, dtype=torch.bfloat16).state_dict()
-    tensor_files.write_safetensors(tmp_path / "x.safetensors", state)
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-
-
 # --- our own models
 
 
@@ -307,33 +295,6 @@ def test_straight_onto_ranks(ranks, size, mode, tmp_path):
     for logits, whole in ranks(size)(fill_on, str(tmp_path / "out"), cfg, mode, torch.double):
         assert whole == {mode == "DDP"}
         assert relative_error(torch.from_numpy(logits), wanted) < 1e-12
-
-
-def fill_placed(world, folder, cfg):
-    """Fill tensors whose rows are cut over two mesh dimensions, or over one of them.
-
-    Returns those that came out wrong.
-    """
-    mesh = init_device_mesh("cpu", (2, 2))
-    weights = build(cfg).state_dict()
-    layout = hf.find_tensors(Path(folder), MPT(cfg))
-    wrong = []
-    pairs = [(Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate())]
-    for name in ("wte.weight", "blocks.0.attn.out_proj.weight", "norm_f.bias"):
-        name = f"transformer.{name}"
-        for pair in pairs:
-            wanted = distribute_tensor(weights[name], mesh, pair, src_data_rank=None)
-            found = torch.full_like(wanted, torch.nan)
-            tensor_files.fill({name: WHOLE.pieces(name, found)}, layout)
-            if found.placements != pair or not torch.equal(found.to_local(), wanted.to_local()):
-                wrong.append((name, pair))
-    return wrong
-
-
-def test_rows_over_two_mesh_dimensions(ranks, tmp_path):
-    cfg = replace(SMALL, vocab_size=101)
-    hf.export(build(cfg), tmp_path / "out")
-    assert ranks(4)(fill_placed, str(tmp_path / "out"), cfg) == [[]] * 4
 
 
 MEASURE = """
@@ -596,16 +557,6 @@ def test_weights_that_the_format_lacks_are_not_exported(tmp_path):
     narrower = replace(SMALL, expansion_ratio=2)
     message = refusal(hf_config.check_format, build(SMALL).state_dict(), narrower)
     assert "up_proj.weight (192, 48) instead of (96, 48)" in message
-
-
-def test_a_checkpoint_that_the_format_cannot_hold_is_not_exported(tmp_path):
-    step = tmp_path / "checkpoints/step-3"
-    settings = asdict(SMALL) | asdict(TrainConfig(tokenizer="bytes"))
-    meta = {"step": 3, **settings, "precision": "fp32", "data_fingerprint": "f00"}
-    hf.write_checkpoint(step, meta, {"model": gated(SMALL).state_dict()})
-    message = refusal(hf.export, tmp_path, tmp_path / "out")
-    assert "2 weights are not those of an MPT: transformer.blocks.0.ffn.gate_proj" in message
-    assert not (tmp_path / "out").exists()
 
 
 ODD_STATES = [7, [1], "x", None, {}, {"model": 7}, {"model": [1]}, {"model": {1: 2}}, torch.ones(2)]

@@ -175,25 +175,6 @@ def drop_prefix(folder):
     rewrite(folder, change)
 
 
-SILENT = {
-    "no target_modules": lambda f: change_config(f, target_modules=None),
-    "no lora_alpha": lambda f: change_config(f, lora_alpha=None),
-    "no blocks": lambda f: change_config(f, layers_to_transform=None, layers_pattern=None),
-    "no prefix": drop_prefix,
-}
-
-
-@pytest.mark.parametrize("spoil", SILENT.values(), ids=SILENT)
-def test_what_peft_would_get_wrong_in_silence(spoil, base, tmp_path):
-    """Why each is written: without it, peft computes another model, or finds keys missing."""
-    settings = replace(TUNE, lora_last_blocks=2)
-    ours = with_adapters(settings)
-    write(tmp_path / "out", ours, settings, str(base))
-    spoil(tmp_path / "out")
-    theirs, faults = their_adapted(base, tmp_path / "out")
-    assert faults or difference(ours, theirs) > 1e-2
-
-
 def test_what_peft_cannot_hold_is_not_written(tmp_path):
     settings = replace(TUNE, lora_train="norms")
     message = refusal(write, tmp_path / "out", with_adapters(settings), settings)
