@@ -173,8 +173,9 @@ def encode(pairs, tokenizer, name: str, cfg: MPTConfig) -> tuple[list[Request], 
         return known[text]
 
     for context, continuation in pairs:
-        if isinstance(context, str):
-            context, continuation = move_space(context, continuation)
+        if isinstance(context, str):  # tokens begin with their space
+            bare = context.rstrip()
+            context, continuation = bare, context[len(bare) :] + continuation
         context_ids = ids_of(context)
         scored_ids = ids_of(continuation)
         if len(context_ids) == 0:
@@ -195,12 +196,6 @@ def encode(pairs, tokenizer, name: str, cfg: MPTConfig) -> tuple[list[Request], 
         f"{cfg.vocab_size}: use the tokenizer of the model",
     )
     return requests, contexts_cut
-
-
-def move_space(context: str, continuation: str) -> tuple[str, str]:
-    """Move the space after the context to the continuation: tokens begin with their space."""
-    bare = context.rstrip()
-    return bare, context[len(bare) :] + continuation
 
 
 # --------------------------------------------------------------------------------------------------

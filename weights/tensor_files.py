@@ -54,14 +54,10 @@ class Stored:
     shape: tuple[int, ...]
 
     @property
-    def row_bytes(self) -> int:
-        """The bytes of one row, that is, of one index of the first dimension."""
-        return self.dtype.itemsize * math.prod(self.shape[1:])
-
-    @property
     def chunk_rows(self) -> int:
-        """How many rows are read at a time."""
-        return max(1, CHUNK // self.row_bytes)
+        """How many rows, indices of the first dimension, are read at a time."""
+        row_bytes = self.dtype.itemsize * math.prod(self.shape[1:])
+        return max(1, CHUNK // row_bytes)
 
 
 def locate(path: Path) -> dict[str, Stored]:

@@ -164,10 +164,10 @@ FLAGS = [
     for causal in (True, False)
     for documents in (False, True)
 ]
-LENGTHS = [(1, 1), (17, 17), (127, 127), (200, 200), (1, 65), (17, 200), (65, 127)]
+LENGTHS = [(1, 1), (17, 17), (127, 127), (17, 200)]
 MORE_QUERIES = [(65, 17), (127, 1)]  # than keys: the first rows see no key when causal
-HEADS = [(1, 1), (7, 7), (12, 12), (6, 3), (12, 4), (7, 1)]
-HEAD_DIMS = [16, 17, 48, 64, 72, 80, 96, 112, 128]
+HEADS = [(7, 7), (12, 4), (7, 1)]
+HEAD_DIMS = [17, 48, 64, 72, 112, 128]
 ROWS = [(128, 64, 4, 1), (64, 128, 4, 1), (32, 128, 4, 1), (128, 32, 4, 1), (128, 128, 4, 1)]
 # Masks only on the diagonal: blocks of at least 64 keys.
 ON_THE_DIAGONAL = [
@@ -187,10 +187,10 @@ SLOW += [dict(lengths=n, causal=False) for n in [(17, 200), *MORE_QUERIES]]
 SLOW += [dict(lengths=(17, 200), documents=True, causal=c) for c in (True, False)]
 SLOW += [dict(D=d, heads=(1, 1)) for d in HEAD_DIMS]
 SLOW += [dict(heads=h, D=16) for h in HEADS]
-SLOW += [dict(lengths=(200, 200), row=row, documents=True) for row in ROWS]
+SLOW += [dict(lengths=(140, 140), row=row, heads=(1, 1), documents=True) for row in ROWS]
 SLOW += [dict(layout=layout, batch=2) for layout in ("fused", "transposed")]
 SLOW += [dict(scale=0.01, alibi=False), dict(batch=3, documents=True, D=16)]
-FEW = [*FLAGS[:4], dict(D=128, heads=(7, 1)), dict(lengths=(17, 200)), dict(lengths=(65, 17))]
+FEW = [FLAGS[1], FLAGS[2], dict(D=128, heads=(7, 1)), dict(lengths=(65, 17))]
 SLOW += [case | dict(dtype=dtype) for dtype in ("float16", "bfloat16") for case in FEW]
 SLOW = [case for case in SLOW + ON_THE_DIAGONAL if case not in QUICK]
 CASES = QUICK + SLOW

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import flags_for, refusal
+from launches import train_here
 from test_hf import LIKE_TRANSFORMERS, SMALL, build, relative_error, tokens
 
 import checkpoint
@@ -615,7 +616,7 @@ def curve(run):
 
 
 @pytest.mark.slow
-def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, python):
+def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, ranks):
     """Adapters as they are drawn, imported, train as those of a new run do.
 
     What comes out is in peft what it is here.
@@ -630,8 +631,8 @@ def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, p
     peft.import_(tmp_path / "drawn", tmp_path / "imported", str(base))
 
     for name in ("new", "imported"):
-        done = python(*flags, f"--run_dir={name}")
-        assert done.returncode == 0, done.stderr
+        status, message, _ = ranks(1)(train_here, [*flags, f"--run_dir={tmp_path / name}"])[0]
+        assert status == 0, message
     new, imported = (curve(tmp_path / name) for name in ("new", "imported"))
     assert new == imported and new[-1][0] == 4
 
@@ -640,28 +641,33 @@ def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, p
     ours, _, _ = load.load_for_sampling(str(tmp_path / "imported"), None, CPU)
     assert not faults
     assert difference(ours, theirs) < 1e-5 < 1e-3 < difference(build(CFG), theirs)
-    other = python(*flags, "--run_dir=imported", "--lora_alpha=4", "--max_steps=6")
-    assert other.returncode == 2 and "lora_alpha 16.0 (here 4.0)" in other.stderr
+    flags += [f"--run_dir={tmp_path / 'imported'}", "--lora_alpha=4", "--max_steps=6"]
+    status, message, _ = ranks(1)(train_here, flags)[0]
+    assert status == 2 and "lora_alpha 16.0 (here 4.0)" in message
 
 
 @pytest.mark.slow
-def test_an_imported_run_keeps_what_it_began_from(base, sound, tiny_data, tmp_path, python):
+def test_an_imported_run_keeps_what_it_began_from(base, sound, tiny_data, tmp_path, ranks):
     """It trains on packed rows of another length, and begins anew only from its step-0."""
     peft.import_(sound, tmp_path / "run", str(base))
     began = load.load_model(tmp_path / "run/checkpoints/step-0", CPU)
-    flags = [*SIZE, *BATCH, "--lora_rank=4", f"--init_from={base}", "--device=cpu", "--run_dir=run"]
+    flags = [*SIZE, *BATCH, "--lora_rank=4", f"--init_from={base}", "--device=cpu"]
     flags += ["--max_seq_len=20", "--attn_uses_sequence_id", "--keep_last=1", "--save_interval=1"]
-    flags += flags_for(tiny_data)
-    assert (done := python(*flags)).returncode == 0, done.stderr
+    flags += [f"--run_dir={tmp_path / 'run'}", *flags_for(tiny_data)]
+
+    def train(*more):
+        return ranks(1)(train_here, [*flags, *more])[0]
+
+    status, message, _ = train()
+    assert status == 0, message
     steps = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert steps == {"step-0", "step-4"}
     found, _, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
     assert found.cfg.max_seq_len == 20 and difference(found, began) > 1e-4
 
-    again = python(*flags, "--resume=again")
-    assert again.returncode == 2 and again.stderr.count("\n") == 1
-    assert "run began from weights that were imported" in again.stderr
+    status, message, _ = train("--resume=again")
+    assert status == 2 and "run began from weights that were imported" in message
     before = curve(tmp_path / "run")
-    skipping = python(*flags, "--skip_steps=2:3")
-    assert skipping.returncode == 0 and ", resuming from step-0" in skipping.stdout, skipping.stderr
+    status, message, printed = train("--skip_steps=2:3")
+    assert status == 0 and ", resuming from step-0" in printed, message
     assert curve(tmp_path / "run")[:2] == before[:2] and curve(tmp_path / "run") != before
