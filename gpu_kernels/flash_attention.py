@@ -732,8 +732,8 @@ def reference_attention(
         document = F.pad((sequence_ids[:, 1:] != sequence_ids[:, :-1]).cumsum(1), (1, 0))  # (B, Tk)
         same_document = document[:, n_keys - n_queries :, None] == document[:, None, :]
         visible = visible & same_document[:, None]  # (B, 1, Tq, Tk)
-    s = s.masked_fill(~visible, -math.inf)
     sees_no_key = ~visible.any(-1, keepdim=True)
+    s = s.masked_fill(~visible, -math.inf).masked_fill(sees_no_key, 0)
     p = torch.softmax(s, dim=-1).masked_fill(sees_no_key, 0)
     return p @ v
 

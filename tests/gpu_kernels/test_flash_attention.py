@@ -1,4 +1,4 @@
-"""flash_attention.py in Triton's interpreter, against a formula in float64; on a GPU on the device.
+"""flash_attention.py in Triton's interpreter, or on a GPU, against its obvious version in float64.
 
 The interpreter is chosen when a kernel is decorated, so the kernels run in other processes: those
 of the fixture `interpreted`.
@@ -26,41 +26,7 @@ from program import UserError
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}  # relative to the largest exact value
 
 
-# --- the formula, and one case
-
-
-def visible_pairs(B, n_queries, n_keys, causal, ids):
-    """(B, Tq, Tk) bool: whether query i sees key j, pair by pair."""
-    positions = range(n_keys - n_queries, n_keys)
-    rows = [[j <= i or not causal for j in range(n_keys)] for i in positions]
-    visible = torch.tensor([rows] * B)
-    if ids is not None:
-        for b, row in enumerate(ids.tolist()):
-            changes = [a != b for a, b in itertools.pairwise(row)]
-            document = [sum(changes[:j]) for j in range(n_keys)]
-            same = [[document[i] == document[j] for j in range(n_keys)] for i in positions]
-            visible[b] &= torch.tensor(same)
-    return visible
-
-
-def by_hand(q, k, v, slopes, causal, scale, ids):
-    """Attention in the inputs' dtype, one head at a time, with zeros for rows that see no key."""
-    B, H, n_queries = q.shape[:3]
-    Hkv, n_keys = k.shape[1:3]
-    visible = visible_pairs(B, n_queries, n_keys, causal, ids)
-    i = torch.arange(n_keys - n_queries, n_keys)[:, None]
-    distance = (i - torch.arange(n_keys)).abs().to(q.dtype)
-    heads = []
-    for h in range(H):
-        key_head = h * Hkv // H
-        scores = q[:, h] @ k[:, key_head].mT * scale
-        if slopes is not None:
-            scores = scores - slopes[h].to(q.dtype) * distance
-        p = torch.exp(scores - scores.amax(-1, keepdim=True)) * visible
-        total = p.sum(-1, keepdim=True).clamp_min(1e-300)
-        heads.append(p / total @ v[:, key_head])
-    return torch.stack(heads, 1)
-
+# --- one case
 
 DEFAULT = dict(
     lengths=(65, 65),  # queries, keys
@@ -141,8 +107,7 @@ def errors_of(case, device="cpu"):
 
     q, k, v, slopes, ids, do = (x if x is None else x.cpu() for x in tensors)
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    scale = case["scale"] or q.shape[3] ** -0.5
-    out = by_hand(*leaves, slopes, case["causal"], scale, ids)
+    out = kernels.reference_attention(*leaves, slopes, case["causal"], case["scale"], ids)
     exact = [out.detach(), *torch.autograd.grad(out, leaves, do.double())]
 
     assert all(x.isfinite().all() for x in found)
@@ -229,7 +194,7 @@ def measured(interpreted, request):
     [pytest.param(case, id=name(case)) for case in QUICK]
     + [pytest.param(case, id=name(case), marks=pytest.mark.slow) for case in SLOW],
 )
-def test_output_and_gradients_equal_the_formula_in_fp64(case, measured):
+def test_output_and_gradients_equal_those_in_fp64(case, measured):
     errors = measured[name(case)]
     assert isinstance(errors, list), errors
     assert max(errors) < LIMITS[case.get("dtype", "float32")], errors
@@ -720,13 +685,13 @@ def test_where_documents_begin_and_end():
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_obvious_version_is_the_formula(documents, causal):
+def test_the_obvious_version_is_that_of_the_model(documents, causal):
     case = DEFAULT | dict(lengths=(7, 12), D=8, heads=(4, 2), documents=documents)
     q, k, v, slopes, ids, _ = tensors_of(case)
     q, k, v = (x.double() for x in (q, k, v))
-    exact = by_hand(q, k, v, slopes, causal, 0.3, ids)
-    obvious = kernels.reference_attention(q, k, v, slopes, causal, 0.3, ids)
-    assert (obvious - exact).abs().max() < 1e-12
+    more = dict(alibi_slopes=slopes, causal=causal, softmax_scale=0.3, sequence_ids=ids)
+    models = attention(q, k, v, impl="reference", **more)
+    assert (kernels.reference_attention(q, k, v, **more) - models).abs().max() < 1e-12
 
 
 # --- on a GPU
