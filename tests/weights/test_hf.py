@@ -88,7 +88,6 @@ def theirs(tmp_path):
         (4, 64, 2, "20KB", True, {}),
         (7, 56, 3, "5GB", True, {"clip_qkv": 0.4}),
         (12, 96, 2, "50KB", False, {"softmax_scale": 0.3}),
-        (3, 48, 1, "5GB", False, {"clip_qkv": 0.2}),
         (1, 32, 1, "1KB", True, {}),
     ],
 )

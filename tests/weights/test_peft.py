@@ -133,12 +133,9 @@ def names_there(tensors) -> set[str]:
 WRITTEN = {
     "all": {},
     "some layers": {"lora_targets": "down_proj,Wqkv"},
-    "last blocks": {"lora_last_blocks": 2},
-    "last block": {"lora_last_blocks": 1, "lora_targets": "up_proj"},
-    "alpha": {"lora_alpha": 12.5},
-    "rslora": {"rslora": True, "lora_alpha": 3.0},
-    "rank": {"lora_rank": 1},
-    "dropout": {"lora_dropout": 0.25},
+    "last blocks": {"lora_last_blocks": 2, "lora_alpha": 12.5},
+    "last block": {"lora_last_blocks": 1, "lora_targets": "up_proj", "lora_rank": 1},
+    "rslora": {"rslora": True, "lora_alpha": 3.0, "lora_dropout": 0.25},
 }
 
 
@@ -187,7 +184,7 @@ def test_what_peft_cannot_hold_is_not_written(tmp_path):
 
 
 READ = {
-    "list": {"target_modules": ["Wqkv", "up_proj"]},
+    "list": {"target_modules": ["Wqkv", "up_proj"], "lora_dropout": 0.3},
     "one": {"target_modules": ["down_proj"], "lora_alpha": 32},
     "paths": {"target_modules": ["transformer.blocks.2.attn.Wqkv", "blocks.0.ffn.up_proj"]},
     "pattern": {"target_modules": r".*\.blocks\.[12]\.(attn\.out_proj|ffn\.down_proj)"},
@@ -195,11 +192,7 @@ READ = {
     "excluded": {"exclude_modules": ["up_proj"]},
     "layers": {"layers_to_transform": [1], "layers_pattern": "blocks"},
     "default targets": {"target_modules": None, "layers_to_transform": 2},
-    "rslora": {"use_rslora": True, "lora_alpha": 5},
-    "dropout": {"lora_dropout": 0.3},
-    "gaussian": {"init_lora_weights": "gaussian"},
-    "orthogonal": {"init_lora_weights": "orthogonal"},
-    "random": {"init_lora_weights": False},
+    "rslora": {"use_rslora": True, "lora_alpha": 5, "init_lora_weights": "gaussian"},
 }
 
 
@@ -268,9 +261,7 @@ REFUSED = {
     "alpha_pattern to dict": {"alpha_pattern": {"Wqkv": 2}},
     "modules_to_save to list": {"modules_to_save": ["norm_f"]},
     "bias to 'all'": {"bias": "all"},
-    "bias to 'lora_only'": {"bias": "lora_only"},
     "init_lora_weights to 'pissa'": {"init_lora_weights": "pissa"},
-    "init_lora_weights to 'olora'": {"init_lora_weights": "olora"},
     "wte": {"target_modules": ["wte", "Wqkv"]},
     "lm_head": {"target_modules": ["lm_head", "Wqkv"]},
     "trainable_token_indices to list": {"trainable_token_indices": [1, 2]},
