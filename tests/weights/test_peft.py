@@ -227,6 +227,9 @@ def test_null_is_the_default_for_them_and_for_us(base, tmp_path):
     assert not faults and difference(theirs, again) == 0 and difference(ours, theirs) < 1e-5
     path.write_text(json.dumps(settings | nulls | {"lora_dropout": None}))
     assert peft.read(tmp_path / "out").settings.lora_dropout == 0  # peft fails at None > 0
+    for init in (False, "orthogonal"):
+        path.write_text(json.dumps(settings | {"init_lora_weights": init}))
+        peft.read(tmp_path / "out")
 
 
 def test_bf16_and_a_file_that_is_not_aligned(sound, tmp_path):
