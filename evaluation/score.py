@@ -18,7 +18,6 @@ model needs all of them for each pass. The stages of a pipeline pass a batch on 
 the last, and each has the cache of its own layers.
 """
 
-import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,12 +43,6 @@ class Request:
         """The ids before those that are scored."""
         return self.ids[: -self.count]
 
-    @property
-    def key(self) -> str:
-        """A hash of both fields: the name of this request in files of scores."""
-        content = self.ids.tobytes() + str(self.count).encode("ascii")
-        return hashlib.blake2b(content, digest_size=12).hexdigest()
-
 
 class Group(NamedTuple):
     """Indices of requests with the same context of `shared` ids; `shared` is 0 for one request."""
@@ -58,24 +51,19 @@ class Group(NamedTuple):
     shared: int = 0
 
 
-def score(model, requests, world, precision, batch_tokens, part=None, title="") -> torch.Tensor:
+def score(model, requests, world, precision, batch_tokens, title="") -> torch.Tensor:
     """Score all requests. Returns (n, 2) float64 on every rank. A collective.
 
     Column 0: the sum of the log-probabilities. Column 1: 1 if each token was the likeliest, else 0.
 
     batch_tokens: the most tokens of a batch on one rank, with padding (one group may exceed it).
-    part: scores of an interrupted evaluation, see results.Part. title: of the progress bar; empty
-    for none.
+    title: of the progress bar; empty for none.
     """
-    keys = [request.key for request in requests] if part else []
-    known_scores = part.known if part else {}
-    missing = [i for i in range(len(requests)) if not part or keys[i] not in known_scores]
     scores = torch.zeros(len(requests), 2, dtype=torch.float64)
-
     hide_bar = not title or world.global_rank > 0
-    bar = tqdm(desc=title, total=len(missing), unit=" requests", disable=hide_bar)
+    bar = tqdm(desc=title, total=len(requests), unit=" requests", disable=hide_bar)
     with bar:
-        for batches in all_batches(missing, requests, batch_tokens, model.cfg.max_seq_len):
+        for batches in all_batches(requests, batch_tokens, model.cfg.max_seq_len):
             for first in range(0, len(batches), world.dp_size):
                 turn = batches[first : first + world.dp_size]  # one for each data-parallel rank
                 has_batch = world.dp_rank < len(turn)
@@ -83,15 +71,10 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
                 batch = turn[world.dp_rank] if has_batch else turn[-1]
                 batch_scores = forward(model, batch, requests, world.device, precision)
                 if has_batch:
-                    indices = indices_of(batch)
-                    scores[indices] = batch_scores
-                    if part:
-                        part.add([keys[i] for i in indices], batch_scores.tolist())
+                    scores[indices_of(batch)] = batch_scores
                 bar.update(sum(len(indices_of(batch)) for batch in turn))
 
     processes.dp_sum(scores, world)
-    for i in set(range(len(requests))) - set(missing):
-        scores[i] = torch.tensor(known_scores[keys[i]])
     return scores
 
 
@@ -104,11 +87,11 @@ def indices_of(batch: list[Group]) -> list[int]:
 # Groups
 
 
-def grouped(indices, requests, batch_tokens: int) -> list[Group]:
+def grouped(requests, batch_tokens: int) -> list[Group]:
     """Put each request into one group: those of one context where that fits a batch and pays."""
     of_context = defaultdict(list)
-    for i in indices:
-        of_context[requests[i].context.tobytes()].append(i)
+    for i, request in enumerate(requests):
+        of_context[request.context.tobytes()].append(i)
 
     groups = []
     for members in of_context.values():
@@ -128,12 +111,12 @@ def grouped(indices, requests, batch_tokens: int) -> list[Group]:
 # Batches
 
 
-def all_batches(indices, requests, batch_tokens: int, max_width: int) -> list[list[list[Group]]]:
+def all_batches(requests, batch_tokens: int, max_width: int) -> list[list[list[Group]]]:
     """Two lists of batches: of groups with one context (two passes), of single requests (one pass).
 
     All ranks work on the same list at the same time, so they make equally many passes.
     """
-    groups = grouped(indices, requests, batch_tokens)
+    groups = grouped(requests, batch_tokens)
     several = [group for group in groups if group.shared]
     single = [group for group in groups if not group.shared]
     return [batched(kind, requests, batch_tokens, max_width) for kind in (several, single)]
