@@ -668,7 +668,8 @@ def fault_of_bias(q, k, slopes, sequence_ids) -> str:
     H, n_queries = q.shape[1:3]
     B, n_keys = k.shape[0], k.shape[2]
     if slopes is not None:
-        if (slopes.shape, slopes.dtype, slopes.device) != ((H,), torch.float32, q.device):
+        right_kind = slopes.dtype == torch.float32 and slopes.device == q.device
+        if slopes.shape != (H,) or not right_kind:
             given = f"{tuple(slopes.shape)} {slopes.dtype} on {slopes.device}"
             fix = "attention.alibi_slopes(n_heads, device=...) makes them"
             return f"alibi_slopes must be ({H},) fp32 on {q.device}, not {given}: {fix}"
