@@ -21,7 +21,7 @@ import generate
 import parallel
 import processes
 from config import MPTConfig, TrainConfig
-from evaluation import results, zero_shot
+from evaluation import zero_shot
 from evaluation.score import Request, grouped, score
 from lifecycle import lease, microbatch, plot, resume, runlog
 from program import UserError
@@ -217,13 +217,11 @@ def test_what_a_layout_saved_is_exported_whole_and_begins_new_runs(
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def evaluate_and_keep_parts(world, argv):
-    """`python -m evaluation`, which writes each request's scores at once and leaves them there."""
+def evaluate(world, argv):
+    """`python -m evaluation` in a rank."""
     env = {"RANK": str(world.global_rank), "WORLD_SIZE": str(world.global_size)}
     with (
         mock.patch.dict(os.environ, env),
-        mock.patch.object(results, "PART_SECONDS", -1),
-        mock.patch.object(results.Part, "remove", lambda part: None),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         zero_shot.main(argv)
@@ -233,21 +231,14 @@ def evaluate_and_keep_parts(world, argv):
 def test_evaluation_on_tensor_ranks_gives_the_figures_of_one_device(
     ranks, moved, one, tasks, tmp_path
 ):
-    """Both ranks keep the same scores, under one name, for the next start."""
     found = {}
     for size in (1, 2):
         out = tmp_path / f"scores-{size}.json"
         ask = [str(moved[0]), "--step=9", f"--tasks={tasks}", f"--out={out}", f"--tp={size}"]
-        ranks(size)(evaluate_and_keep_parts, ask)
+        ranks(size)(evaluate, ask)
         found[size] = json.loads(out.read_text())
         assert_same_figures(found[size]["tasks"], figures_at(one, 9, "icl"))
-    weights = found[1]["settings"]["weights"]
-    assert found[2]["settings"]["weights"] == weights
-    parts = sorted(tmp_path.glob("scores-2.json.part*"))
-    name = f"scores-2.json.part-{weights}-fp32"
-    assert [path.name for path in parts] == [f"{name}-0", f"{name}-1"]
-    first, second = (path.read_text().splitlines() for path in parts)
-    assert first == second and len([line for line in first if line]) > 9
+    assert found[1]["settings"]["weights"] == found[2]["settings"]["weights"]
 
 
 def requests() -> list[Request]:
@@ -282,7 +273,7 @@ def scored(world, layouts, precision):
     ],
 )
 def test_scores_do_not_depend_on_the_stages(ranks, size, precision, layouts):
-    assert any(group.shared for group in grouped(range(7), requests(), 64))
+    assert any(group.shared for group in grouped(requests(), 64))
     ((wanted,),) = ranks(1)(scored, [{}], precision)
     for of_rank in ranks(size)(scored, layouts, precision):
         for found in of_rank:

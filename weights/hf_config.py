@@ -292,9 +292,10 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
     for name in ("expansion_ratio", "alibi_bias_max", "attn_pdrop"):
         if values[name] == int(values[name]):
             values[name] = int(values[name])  # transformers accepts only whole numbers here
-    attention = {"attn_type": attn_type_of(cfg)}
+    types = {None: "multihead_attention", 1: "multiquery_attention"}  # by heads of keys and values
+    attention = {"attn_type": types.get(cfg.kv_n_heads, "grouped_query_attention")}
     attention |= {name: values[name] for name in ATTENTION_KEYS}
-    if attention["attn_type"] == "grouped_query_attention":
+    if cfg.kv_n_heads not in types:
         attention["kv_n_heads"] = cfg.kv_n_heads
     return {
         "model_type": "mpt",
@@ -303,13 +304,6 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
         **{name: values[name] for name in MODEL_KEYS},
         "attn_config": attention,
     }
-
-
-def attn_type_of(cfg: MPTConfig) -> str:
-    """The attn_type of a config.json, by the number of heads of keys and values."""
-    if cfg.kv_n_heads is None:
-        return "multihead_attention"
-    return "multiquery_attention" if cfg.kv_n_heads == 1 else "grouped_query_attention"
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:
