@@ -95,15 +95,6 @@ def pieces_of(weight, size: int) -> list:
 # The answer on several ranks
 
 
-def on_ranks(answer, size: int, function: str, *args) -> list:
-    """What it returns on each of `size` ranks."""
-    try:
-        return answer.call_on_ranks(size, function, *args)
-    except AssertionError as error:
-        hang = "is a collective inside `if rank == 0`, or are they in another order on a rank?"
-        raise AssertionError(f"{error}\n{hang}" if answer.hangs else str(error)) from None
-
-
 def need_own_memory(what: str, piece) -> None:
     """A piece keeps no more than its own numbers in memory."""
     held = piece.untyped_storage().nbytes() // 4
@@ -115,7 +106,7 @@ def sharded(answer, weights, size: int) -> list[list]:
     """[the pieces of every weight, on rank 0, on rank 1, ...], each as `shard` promises it."""
     by_weight = []
     for weight in weights:
-        pieces = on_ranks(answer, size, "shard", weight)
+        pieces = answer.call_on_ranks(size, "shard", weight)
         for rank, (piece, wanted) in enumerate(zip(pieces, pieces_of(weight, size), strict=True)):
             what = f"shard on rank {rank} of {size}, of a weight {tuple(weight.shape)},"
             close(what, piece, wanted, 0, "row by row, padded with zeros, in equal pieces")
@@ -127,7 +118,7 @@ def sharded(answer, weights, size: int) -> list[list]:
 def need_gather(answer, weight) -> None:
     """`gather` must return this weight on both of two ranks."""
     shape = tuple(weight.shape)
-    wholes = on_ranks(answer, 2, "gather", PerRank(pieces_of(weight, 2)), shape)
+    wholes = answer.call_on_ranks(2, "gather", PerRank(pieces_of(weight, 2)), shape)
     for rank, whole in enumerate(wholes):
         close(f"gather on rank {rank}, of a weight {shape}", whole, weight)
 
@@ -140,7 +131,7 @@ def run(answer, weights, xs, targets, n_steps: int) -> list:
     losses = []
     for _ in range(n_steps):
         rows = PerRank(xs), PerRank(targets)
-        results = on_ranks(answer, size, "step", PerRank(pieces), shapes, *rows, LR)
+        results = answer.call_on_ranks(size, "step", PerRank(pieces), shapes, *rows, LR)
         pieces = [list(new) for _, new in results]
         for rank, (loss, new) in enumerate(results):
             close(f"the loss on rank {rank}", loss, results[0][0], 0, "all-reduce it")

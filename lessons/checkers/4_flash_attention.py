@@ -129,12 +129,7 @@ def check_kernel(answer):
         for case in cases:
             compare_kernel(answer, *case, dtype, tolerance)
     overflow = "scores of several hundred: subtract the maximum before exp"
-    q = compare_kernel(answer, 40, 16, 0.0, overflow, torch.float32, 2e-5, large=True)
-    try:
-        answer.call_without("kernel", "forward", q, q, q, 0.0, 16)
-    except AssertionError:
-        return
-    raise AssertionError("forward gives its result without `kernel`, which should compute it")
+    compare_kernel(answer, 40, 16, 0.0, overflow, torch.float32, 2e-5, large=True)
 
 
 def compare_kernel(answer, n_keys, block_n, slope, hint, dtype, tolerance, large=False):
@@ -151,4 +146,3 @@ def compare_kernel(answer, n_keys, block_n, slope, hint, dtype, tolerance, large
     got = answer.call("forward", q, k, v, slope, block_n)
     what = f"forward, for {n_keys} keys, blocks of {block_n}, {slope=} ({dtype})"
     close(what, got, exact.to(dtype), tolerance * exact.abs().max().item(), hint)
-    return q
