@@ -131,7 +131,7 @@ NEED_ARGUMENTS = """
     planning.calibrate storage.files generate.py weights.hf evaluation lifecycle.microbatch
     lifecycle.resume text.shards bench lessons.lost_rank
 """.split()
-NEED_ARGUMENTS += ["bench compare", "bench beside", "bench night_report", "lessons.lost_rank"]
+NEED_ARGUMENTS += ["bench compare", "bench beside", "bench night_report"]
 
 
 @pytest.mark.slow
@@ -142,7 +142,6 @@ def test_without_its_arguments_a_program_says_what_it_needs(name, forked):
     assert is_one_line(answer) and says_how, answer
 
 
-# A command -> the missing file or folder that its error must name.
 # A command -> the missing file or folder that its error must name.
 READERS = {
     "generate.py nowhere": "nowhere",

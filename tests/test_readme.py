@@ -98,15 +98,10 @@ def shrunk(command: str) -> list[str]:
     return [*words, *flags]
 
 
-def run(command, folder, timeout=PATIENCE) -> subprocess.CompletedProcess:
-    """Run a command in a folder, without the variables of a launcher."""
-    pipes = {"capture_output": True, "text": True}
-    return subprocess.run(command, cwd=folder, env=clean_environment(), timeout=timeout, **pipes)
-
-
-def run_well(command, folder, timeout=PATIENCE) -> str:
-    """Run a command that must exit with 0; its output."""
-    done = run(command, folder, timeout)
+def run_well(command, folder) -> str:
+    """Run a command that must exit with 0, without the variables of a launcher; its output."""
+    options = {"cwd": folder, "env": clean_environment(), "timeout": PATIENCE}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -276,10 +271,10 @@ def test_a_server_answers_its_own_example(command, copy, runs):
     )
     server.stdout.readline()
     example = server.stdout.readline().replace("KEY", "KEY-of-a-reader-0001")
-    done = run(["bash", "-c", example], copy)
+    printed = run_well(["bash", "-c", example], copy)
     server.terminate()
     assert server.wait(PATIENCE) == 0
-    assert json.loads(done.stdout)["object"] == "text_completion"
+    assert json.loads(printed)["object"] == "text_completion"
 
 
 @pytest.mark.slow
@@ -328,8 +323,7 @@ def test_slurm_script_parses_and_its_config_exists(command):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
 def test_make_knows_the_target(command):
-    done = run([*command.split(), "--dry-run"], ROOT)
-    assert done.returncode == 0 and "install.py" in done.stdout, done.stderr
+    assert "install.py" in run_well([*command.split(), "--dry-run"], ROOT)
 
 
 def test_every_command_is_of_a_kind_that_is_tested():

@@ -19,7 +19,7 @@ SMALL = [*SIZE, *BATCH, "--eval_tokens=64", "--save_interval=2"]
 
 @pytest.fixture
 def train(forks, tiny_data, tmp_path):
-    """`train(*flags)` is what fsdp_train.py prints on the small data; `status` is that of its exit."""
+    """`train(*flags)` is what fsdp_train.py prints on the small data. status: of its exit."""
 
     def call(*flags, status=0):
         words = [str(ROOT / "fsdp_train.py"), *SMALL, *flags_for(tiny_data), *flags]
