@@ -70,11 +70,11 @@ def problem(shapes, n_rows: int) -> tuple[list, torch.Tensor, torch.Tensor]:
     return weights, random(n_rows, shapes[0][1], seed=2), random(n_rows, shapes[1][0], seed=3)
 
 
-def trained(weights, x, target, n_steps: int) -> list:
+def trained(weights, x, target) -> list:
     """[losses ..., weights at the end] of SGD on one rank."""
     weights = [weight.clone().requires_grad_() for weight in weights]
     losses = []
-    for _ in range(n_steps):
+    for _ in range(STEPS):
         loss = F.mse_loss(F.gelu(x @ weights[0].T) @ weights[1].T, target)
         losses.append(loss.detach())
         gradients = torch.autograd.grad(loss, weights)
@@ -123,13 +123,13 @@ def need_gather(answer, weight) -> None:
         close(f"gather on rank {rank}, of a weight {shape}", whole, weight)
 
 
-def run(answer, weights, xs, targets, n_steps: int) -> list:
+def run(answer, weights, xs, targets) -> list:
     """[losses ..., weights at the end] of the answer. xs, targets: the rows of each rank."""
     size = len(xs)
     shapes = [tuple(weight.shape) for weight in weights]
     pieces = sharded(answer, weights, size)
     losses = []
-    for _ in range(n_steps):
+    for _ in range(STEPS):
         rows = PerRank(xs), PerRank(targets)
         results = answer.call_on_ranks(size, "step", PerRank(pieces), shapes, *rows, LR)
         pieces = [list(new) for _, new in results]
@@ -155,12 +155,9 @@ def compare(answer, shapes, size: int, same_rows: bool) -> list:
         f"reduce-scatter adds the gradients of {size} ranks, and the loss is a mean over the rows "
         "of all ranks: all-reduce it"
     )
-    for n_steps in (1, STEPS):  # a mistake is easiest to see after one step
-        found = run(answer, weights, xs, targets, n_steps)
-        names = [f"the loss before step {number + 1}" for number in range(n_steps)]
-        names += [f"{name} after {n_steps} steps" for name in ("W1", "W2")]
-        for name, got, right in zip(
-            names, found, trained(weights, x, target, n_steps), strict=True
-        ):
-            close(f"{name}, {case}", got, right, 1e-6, hint)
+    found = run(answer, weights, xs, targets)
+    names = [f"the loss before step {number}" for number in range(1, STEPS + 1)]
+    names += [f"{name} after {STEPS} steps" for name in ("W1", "W2")]
+    for name, got, right in zip(names, found, trained(weights, x, target), strict=True):
+        close(f"{name}, {case}", got, right, 1e-6, hint)
     return found

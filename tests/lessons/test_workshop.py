@@ -113,13 +113,15 @@ def test_each_part_has_a_wrong_answer():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", RIGHT, **by_name)
-def test_a_right_answer_is_accepted(answer, lessons):
-    if answer.name[0] == "4":  # see above: in a process of its own
+def test_a_right_answer_is_accepted(answer, load, lessons):
+    number = answer.name[0]
+    if number == "4":  # see above: in a process of its own
         status, printed = lessons("check", "4", f"--file={answer}")
         assert status == 0 and "wrong" not in printed, printed
         return
-    found = [result for _, result, _ in workshop.check(workshop.lesson(answer.name[0]), answer)]
-    assert "right" in found and set(found) <= {"right", "skipped"}
+    given = load(answer)
+    found = [answers.judged(part, given) for _, part in answers.parts(checker(number))]
+    assert {result for result, _ in found} == {"right"}, found
 
 
 @pytest.mark.parametrize("path", LESSONS, **by_name)
@@ -135,6 +137,9 @@ def test_an_answer_is_compared_with_the_readers_own_run(runs, check):
     (runs / "0-high" / "metrics.jsonl").write_text('{"step": 60, "val_loss": 20.0}\n')
     result, message = check("0", "losses", solution("0"))
     assert result == "wrong" and "0-high ended" in message
+    (runs / "0-high" / "metrics.jsonl").unlink()
+    result, _ = check("0", "losses", solution("0").replace("33.6", "float('nan')"))
+    assert result == "right"  # a run that diverged may end so
 
 
 def test_runs_on_other_data_are_not_the_grid(runs):
@@ -182,7 +187,6 @@ def crash(x): return x / 0
 def wait(): time.sleep(1000)
 def later(): raise NotImplementedError("write it")
 def leave(): raise SystemExit(3)
-def endless(): return (n for n in range(3))
 def change(x): x += 1
 def not_of_torch(*args): torch.softmax(torch.ones(2, dtype=torch.int64), -1)
 def half_a_megabyte():
@@ -248,8 +252,6 @@ def test_what_goes_wrong_is_told(odd, name, args, words):
 
 
 def test_a_rank_that_fails_is_told_at_once(odd):
-    with pytest.raises(AssertionError, match="cannot pickle"):
-        odd.call_on_ranks(2, "endless")
     with pytest.raises(AssertionError, match="on 2 ranks, fail_on_one_rank.*line .*TypeError"):
         odd.call_on_ranks(2, "fail_on_one_rank", torch.ones(1))
     assert odd.call_on_ranks(2, "add_up", torch.ones(1))[0][0] == 2  # on new ranks
