@@ -428,17 +428,18 @@ def test_every_name_with_its_file_exists(reference):
 
 
 @pytest.mark.slow
-def test_make_train_from_a_clone(copy, runs, tmp_path):
-    """With the torch that is installed, and a short run; again: that is finished, and stays."""
+def test_make_train_from_a_clone(copy, forks, tmp_path):
+    """With the torch that is installed, and a short run. Training again: it is finished."""
     project = tmp_path / "project"
     shutil.copytree(copy, project, ignore=shutil.ignore_patterns("runs", "data"))
     small = "--max_steps=3 --warmup_steps=1 --eval_tokens=256 --max_tokens=20000"
-    command = ["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"]
-    printed = run_well(command, project)
+    printed = run_well(["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"], project)
     expected = ["torchrun --rdzv-backend=c10d", "step 3/3", "validation loss"]
     for words in [*expected, "before training", "step-3", "Next"]:
         assert words in printed, words
     assert os.path.exists(project / "runs/demo/loss.png") or "needs matplotlib" in printed
+
     metrics = (project / "runs/demo/metrics.jsonl").read_bytes()
-    assert "runs/demo: finished" in run_well(command, project)
+    status, printed, _ = forks(["fsdp_train.py", "configs/demo.py", *small.split()], project)
+    assert status == 0 and "runs/demo: finished" in printed
     assert (project / "runs/demo/metrics.jsonl").read_bytes() == metrics
