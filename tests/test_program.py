@@ -120,10 +120,15 @@ def test_a_closed_output_is_no_bug(closed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_helps_complains_and_ends_quietly(name, forked):
+def test_every_program_helps_and_complains(name, forked):
     assert is_help(forked([name, "--help"]), name)
     wrong = forked([name, "--nonsense"])
     assert is_one_line(wrong), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp_train.py", "bench train", "lessons", "web.worker"])
+def test_a_program_whose_reader_is_gone_ends_quietly(name, forked):
     assert forked([name, "-h"], read=False) == (141, "", "")
 
 
