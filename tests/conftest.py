@@ -365,6 +365,16 @@ def slurm(tmp_path_factory):
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def forks():
+    """`forks(words, folder)` runs `python WORDS` of one process, as forks.py says."""
+    from forks import Forks
+
+    forks = Forks(ROOT)
+    yield forks
+    forks.stop()
+
+
 @pytest.fixture
 def python(tmp_path):
     """`python(*args)` runs fsdp_train.py, or another `program`, as one process in tmp_path."""
