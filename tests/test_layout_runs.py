@@ -1,7 +1,6 @@
 """fsdp_train.py --tp --pp and the programs around it: runs that move between layouts of ranks."""
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -14,7 +13,6 @@ import pytest
 import torch
 from conftest import TORCHRUN, flags_for, launch
 from launches import load, same, steps_of, train_here
-from test_slurm import SRUN, job  # noqa: F401 (a fixture)
 
 import flops
 import generate
@@ -330,25 +328,3 @@ def test_all_ranks_see_the_same_mistake(ranks, flags, tmp_path, size, mistake, w
     ((status, message),) = {(status, message) for status, message, _ in answers}
     assert status == 2 and words in message and "\n" not in message
     assert not (tmp_path / "run/metrics.jsonl").exists()
-
-
-# --- SLURM
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout, warns", [(["--tp=4"], True), (["--tp=2", "--pp=2"], False)])
-def test_srun_starts_teams_and_one_that_lies_on_two_nodes_is_warned_of(
-    job,  # noqa: F811
-    flags,
-    layout,
-    warns,
-):
-    """Teams of two are neighbours on a node, so there is nothing to warn of."""
-    flags = [*flags, "--run_dir=run", "--max_steps=3", "--icl_interval=0"]
-    one_thread = functools.partial(re.sub, "OMP_NUM_THREADS=.*", "OMP_NUM_THREADS=1")
-    run = job().submit(SRUN, *flags, *layout, ranks_per_node=2, edit=one_thread)
-    assert run.end() == ("COMPLETED", "0:0"), run.said()
-    title = ", ".join(layout).replace("--", "").replace("=", " ")
-    assert f"4 x cpu, FULL_SHARD, {title}, fp32" in run.said()
-    assert run.said().count("WARNING") == int(warns)
-    assert ("; --tp=2 stays within a node" in run.said()) == warns
