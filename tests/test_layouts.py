@@ -79,7 +79,6 @@ OPTIONS = {
         {"sharding": "ZERO1"},
         {"sharding": "SHARD_GRAD_OP"},
         {"sharding": "FULL_SHARD"},
-        {"sharding": "HYBRID_SHARD", "shard_size": 1},
         {"sharding": "HYBRID_SHARD", "shard_size": 2},
     ],
     "recomputation": [
@@ -90,7 +89,6 @@ OPTIONS = {
     ],
     "adapters": [
         {},
-        LORA,
         LORA | {"lora_targets": "Wqkv", "lora_last_blocks": 2, "rslora": True},
         LORA | {"lora_targets": "out_proj,down_proj", "lora_train": "norms"},
         LORA | {"lora_train": "norms,biases"},
