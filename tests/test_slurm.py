@@ -131,7 +131,7 @@ class Job:
         while not condition():
             ended = self.shown()["JobState"] in ENDED
             assert (not ended or condition()) and time.monotonic() < deadline, self.said()
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def stays(self) -> None:
         """Wait until its run does (see STAYS)."""
