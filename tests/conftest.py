@@ -246,17 +246,19 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(ranks, tiny_data, tmp_path_factory) -> Path:
+def tiny_run(tiny_data, tmp_path_factory) -> Path:
     """A run folder of two steps over bytes, with ALiBi and a checkpoint of each step."""
-    from launches import train_in
+    import launches
+
+    import fsdp_train
 
     folder = tmp_path_factory.mktemp("two-steps")
     flags = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=24 --alibi"
     flags += " --global_batch_size=4 --max_steps=2 --warmup_steps=1 --save_interval=1"
     flags += " --run_dir=run --eval_tokens=100"
     flags = [*flags.split(), *flags_for(tiny_data)]
-    ((status, message, _),) = ranks(1)(train_in, folder, flags)
-    assert status == 0, message
+    with launches.Job(folder, 1, fsdp_train.main, flags) as job:
+        assert job.wait() == [0], job.log()
     return folder / "run"
 
 
