@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 
+import config
 import devices
 import program
 from bench.compare import markdown
+from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from planning import calibrate, memory, step_time
 from planning.fleet import Fleet
@@ -130,7 +132,7 @@ def predictions(row: dict, known_as: str | None) -> tuple[float | None, float | 
     ranks = int(row["ranks"])
     precision = row["precision"].split()[0]
     with contextlib.suppress(UserError):  # settings that the planner has no formula for
-        m, cfg = calibrate.settings_of(row)
+        m, cfg = config.load(calibrate.flags_of(row), MPTConfig, TrainConfig)
         peak = memory.bytes_by_part(m, cfg, ranks, precision)["peak"] / 1e9
         if precision == "bf16":
             speed = step_time.tokens_per_second(m, cfg, Fleet(device, ranks, ranks))

@@ -150,7 +150,7 @@ def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
         **run,
         band={"tokens_per_second": [rate * low, rate * high], **band},
         certainty=kind,
-        assumed=tuple(assumed(plan, args)),
+        assumed=(*assumed_fleet(plan, args), *assumed_speed(plan, args), *assumed_run(plan, args)),
     )
 
 
@@ -410,11 +410,6 @@ def training_lines(row: Row) -> list[str]:
 # What was assumed
 
 
-def assumed(plan: Plan, args: PlanArgs) -> list[str]:
-    """What a plan rests on and the user did not set."""
-    return [*assumed_fleet(plan, args), *assumed_speed(plan, args), *assumed_run(plan, args)]
-
-
 def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
     """Nodes, links, cards and the network."""
     device, fleet = plan.fleet.device, plan.fleet
@@ -567,10 +562,9 @@ def sweep(q: Question, counts: list[int], args: PlanArgs) -> list[Row]:
 
 def with_efficiency(rows: list[Row]) -> list[Row]:
     """The rows with the speed of one device / that in the first row that has a plan."""
-    speeds = [row.tokens_per_second / row.devices for row in rows if not row.problem]
-    found = []
-    for row in rows:
-        if not row.problem:
-            row = replace(row, efficiency=row.tokens_per_second / row.devices / speeds[0])
-        found.append(row)
-    return found
+    each = [row.tokens_per_second and row.tokens_per_second / row.devices for row in rows]
+    first = next(filter(None, each), None)
+    return [
+        replace(row, efficiency=speed and speed / first)
+        for row, speed in zip(rows, each, strict=True)
+    ]

@@ -141,34 +141,26 @@ def test_another_device_has_no_published_figure(capsys):
 
 SMALL = "--d_model=64 --n_heads=8 --vocab_size=96 --max_seq_len=16 --global_batch_size=8".split()
 SMALL += ["--warmup_steps=2", "--max_steps=10", "--precision=fp32"]
-# {CPU ranks: the layout of each miniature}
+# The layout of each miniature on 4 CPU ranks.
 MINIATURES = {
-    4: {
-        "22b": "--tp=1 --pp=2 --n_layers=6",
-        "175b": "--tp=2 --pp=2 --n_layers=6",
-        "1t": "--tp=2 --pp=2 --n_layers=4",
-    },
-    8: {
-        "22b": "--tp=1 --pp=4 --n_layers=6",
-        "175b": "--tp=2 --pp=2 --n_layers=6",
-        "1t": "--tp=2 --pp=4 --n_layers=8",
-    },
+    "22b": "--tp=1 --pp=2 --n_layers=6",
+    "175b": "--tp=2 --pp=2 --n_layers=6",
+    "1t": "--tp=2 --pp=2 --n_layers=4",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", MINIATURES)
-def test_miniatures_train_as_one_process(ranks, size):
+def test_miniatures_train_as_one_process(ranks):
     """The same files with small sizes: full recomputation, ZERO1 or DDP, microbatches of 1."""
-    jobs = [settings_of(name, *SMALL, *MINIATURES[size][name].split()) for name in RECIPES]
+    jobs = [settings_of(name, *SMALL, *MINIATURES[name].split()) for name in RECIPES]
     assert {cfg.sharding for _, cfg in jobs} == {"DDP", "ZERO1"}
-    check(ranks, size, jobs, steps=4)
+    check(ranks, 4, jobs, steps=4)
 
 
 @pytest.mark.slow
 def test_a_miniature_of_175b_is_launched_by_its_file(torchrun, tiny_data):
     """On 4 ranks, tp 2 x pp 2: it trains, evaluates, saves and ends."""
-    flags = [*SMALL, *MINIATURES[4]["175b"].split(), *flags_for(tiny_data)]
+    flags = [*SMALL, *MINIATURES["175b"].split(), *flags_for(tiny_data)]
     flags += ["--vocab_size=260", "--max_steps=4", "--eval_tokens=64", "--run_dir=runs/small"]
     done = torchrun(4, path_of("175b"), *flags)
     assert done.returncode == 0, done.stdout + done.stderr
