@@ -183,7 +183,7 @@ def test_a_node_of_three_ranks_and_one_of_one(ranks):
 def test_a_wrong_setting_is_refused():
     with pytest.raises(UserError, match="'seconds'"):
         bench_machine.main(["--secs=1"])
-    with pytest.raises(UserError, match="more than 0"):
+    with pytest.raises(UserError, match="seconds must be from"):
         bench_machine.main(["--seconds=0"])
 
 

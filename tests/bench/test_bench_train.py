@@ -161,7 +161,7 @@ def test_alternating_rows_are_one_group():
         (["--tp=4"], "tp 4 does not divide n_heads 6: tp can be 1, 2, 3, 6"),
         (["--out=results"], "the name of a .csv file"),
         (["--microbatch_size=auto"], "set --microbatch_size=NUMBER"),
-        (["--rounds=0"], "rounds and steps must be at least 1"),
+        (["--rounds=0"], "rounds must be from 1 to"),
         (["--transformers"], "python -m bench beside train"),
     ],
 )
