@@ -297,14 +297,6 @@ def test_a_speed_that_no_matmuls_reach_is_doubted(capsys, flags, words):
         assert part in line
 
 
-def test_a_machine_sets_device_nodes_and_network(capsys):
-    found = planned(capsys, MPT7B, "--machine=perlmutter", "--devices=16")
-    assert found["device"] == "A100 SXM 40GB"
-    assert "4 devices a node" in found["assumed"][0]
-    (line,) = assumptions(capsys, "network", MPT7B, "--machine=perlmutter", "--devices=16")
-    assert "network 100 GB/s a node, each way: perlmutter's, 4 x 200 Gb/s Slingshot" in line
-
-
 def test_a_bad_number_of_devices_does_not_lose_the_table(capsys):
     """Its row says why."""
     question = [MPT7B, "--device=mi250", "--pp=1"]
