@@ -458,8 +458,6 @@ class Row:
 
 def groups(argv: list[str]) -> list[list[Row]]:
     """The rows that the command line asks for, in groups whose rows take turns."""
-    fix = "python -m bench beside train takes turns with transformers' model"
-    require(not any(word.startswith("--transformers") for word in argv), f"--transformers: {fix}")
     argv = config.joined(argv, MPTConfig, TrainConfig, BenchArgs)
     flags = [word for word in argv if not word.startswith(("--sweep=", "--sizes="))]
     *_, args = config.load(SHAPE + argv, MPTConfig, TrainConfig, BenchArgs)

@@ -181,7 +181,7 @@ def test_an_unknown_device_has_no_predictions(tmp_path):
 
 def test_a_damaged_state_is_named(tmp_path):
     (tmp_path / "stages").mkdir()
-    (tmp_path / "stages/tests.json").write_text('{"number": 1}')
+    (tmp_path / "stages/tests.json").write_text('{"number":')
     with pytest.raises(UserError, match="tests.json is damaged .*: delete it"):
         night_report.read_states(tmp_path)
 

@@ -162,7 +162,6 @@ def test_alternating_rows_are_one_group():
         (["--out=results"], "the name of a .csv file"),
         (["--microbatch_size=auto"], "set --microbatch_size=NUMBER"),
         (["--rounds=0"], "rounds must be from 1 to"),
-        (["--transformers"], "python -m bench beside train"),
     ],
 )
 def test_wrong_settings_are_user_errors(flags, message, monkeypatch):

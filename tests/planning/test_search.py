@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import config
 import devices
 from config import SHARDING_MODES, MPTConfig, TrainConfig, stage_sizes
 from planning import budget, memory, search, step_time
@@ -195,12 +194,6 @@ def test_all_stages_recompute_as_much(pp, expected):
 def test_adapters_that_leave_the_first_stage_idle_are_not_cut_into_stages():
     q = mpt1b_on(8, lora_rank=8, init_from="x", lora_last_blocks=12)
     assert {plan.fleet.pp for plan in search.best(q, n=20)} == {1}
-
-
-@pytest.mark.parametrize("name", ["tp", "pp", "microbatch_size", "recompute_every"])
-def test_a_layout_is_of_whole_numbers_above_0(name):
-    with pytest.raises(UserError, match=f"{name} must be from 1 to .*, not 0"):
-        config.load([f"--{name}=0"], LayoutArgs)
 
 
 def test_the_program_prints_all_splits_that_fit_the_fastest_first(capsys):
