@@ -23,6 +23,7 @@ from planning.fleet import (
     UNKNOWN_LINK,
     FleetArgs,
     network_words,
+    of_family,
 )
 from planning.search import Plan, Question
 from program import UserError, require
@@ -168,9 +169,8 @@ def band_of(plan: Plan) -> tuple[float, float, str]:
 
 def watts(device: Device, args: PlanArgs) -> float | None:
     """Watts of one torch device with its share of the node, or None if unknown."""
-    of_nodes = [w for family, w in NODE_WATTS.items() if device.name.startswith(family)]
-    published = of_nodes[0] if of_nodes else None
-    return args.watts or published or (device.watts and NODE_OVER_BOARD * device.watts)
+    of_node = of_family(NODE_WATTS, device)
+    return args.watts or of_node or (device.watts and NODE_OVER_BOARD * device.watts)
 
 
 def flags(plan: Plan) -> str:
@@ -485,8 +485,8 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
         lines.append(f"{kernel}, and ALiBi adds no columns to q and k")
     device_watts = watts(device, args)
     if not args.watts and device_watts:
-        is_published = device.name.startswith(tuple(NODE_WATTS))
-        source = "of published nodes" if is_published else f"{NODE_OVER_BOARD} times the board's"
+        of_board = f"{NODE_OVER_BOARD} times the board's"
+        source = "of published nodes" if of_family(NODE_WATTS, device) else of_board
         lines.append(f"{device_watts:.0f} W a device with its share of the node, {source}")
     return lines
 
