@@ -59,11 +59,6 @@ class BesideArgs:
     same_malloc: bool = False  # the other programs have our malloc settings, too
     sampled: bool = False  # draw texts at temperature 0.8 from the 50 likeliest, else greedily
 
-    def check(self) -> None:
-        """UserError if a setting is out of range."""
-        require(self.rounds > 0 and self.steps > 0, "rounds and steps must be at least 1")
-        require(self.threads >= 0, "threads: 0 or more")
-
 
 class Program:
     """A program in a process of its own.

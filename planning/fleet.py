@@ -217,12 +217,15 @@ def device_of_machine(machine: Machine, args: FleetArgs) -> Device:
     return device
 
 
+def of_family(figures: dict[str, float], device: Device) -> float | None:
+    """The figure of the family with which the device's name begins, or None."""
+    found = [figure for family, figure in figures.items() if device.name.startswith(family)]
+    return found[0] if found else None
+
+
 def usual_network(device: Device) -> float:
     """GB/s of a node's network for each of its devices, in the usual nodes of this device."""
-    for family, gbs in NETWORK_GBS.items():
-        if device.name.startswith(family):
-            return gbs
-    return OTHER_NETWORK_GBS
+    return of_family(NETWORK_GBS, device) or OTHER_NETWORK_GBS
 
 
 def with_node_size(fleet: Fleet, node_size: int) -> Fleet:
@@ -261,9 +264,8 @@ def network_words(fleet: Fleet, args: FleetArgs) -> str:
     if fleet.network_from == "machine":
         links = MACHINES[args.machine].links
         return f"{gbs}: {args.machine}'s, {links}, of which not all may arrive"
-    name = fleet.device.name
-    is_known = name.startswith(tuple(NETWORK_GBS))
-    source = f"as usual with {name}" if is_known else "a guess"
+    is_known = of_family(NETWORK_GBS, fleet.device)
+    source = f"as usual with {fleet.device.name}" if is_known else "a guess"
     each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
     fix = "set --network or --machine, it matters more than any constant"
     return f"{gbs}: {each}, {source}: {fix}"
