@@ -6,16 +6,12 @@
 
 Steps are counted in two ways: `step` is 0 for the first one, as in the order of the data and in the
 learning rate; `done` is the number of steps that are finished, so it is step + 1 after a step.
-
-Run `python -m lifecycle.cadence configs/demo.py` to see when a run evaluates and saves.
 """
 
 import math
 import re
 import time
 
-import config
-import program
 from config import TrainConfig
 from program import UserError, require, shown
 
@@ -181,24 +177,3 @@ class BadSteps:
             "No step was good, so it is not the batches: look at the weights that the run began "
             "with (--init_from), and at settings such as softmax_scale; or try --precision=fp32"
         )
-
-
-def demonstrate(argv) -> None:
-    """Print after which steps a run evaluates, scores tasks and saves."""
-    (cfg,) = config.load(argv, TrainConfig)
-    cadence = Cadence(cfg)
-    events = {
-        "evaluates": cadence.evaluation_due,
-        "scores tasks": cadence.tasks_due,
-        "saves": cadence.save_due,
-    }
-    every_done = [0, *(step + 1 for step in cadence.steps_from(0))]
-    for name, is_due in events.items():
-        steps = [done for done in every_done if is_due(done)]
-        first = ", ".join(map(str, steps[:8]))
-        more = f", ... {steps[-1]}" if len(steps) > 8 else ""
-        print(f"{name} {len(steps)} times in {cfg.max_steps} steps, after {first or 'none'}{more}")
-
-
-if __name__ == "__main__":
-    program.run(demonstrate)
