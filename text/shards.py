@@ -25,7 +25,7 @@ import hashlib
 import json
 import os
 import re
-import sys
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -125,8 +125,10 @@ def require_shard(path: Path) -> None:
         with files.open_regular(path) as file:
             begin = file.read(len(BEGIN))
         is_ours = begin == BEGIN or not any(begin)  # a power failure may leave zeros
-        fix = "remove it, or set another --data_dir"
-        require(is_ours, f"{path} is not a shard of this project: {fix}")
+        require(
+            is_ours,
+            f"{path} is not a shard of this project: remove it, or set another --data_dir",
+        )
 
 
 def fingerprint(folder: Path) -> str:
@@ -157,12 +159,9 @@ def raise_file_limit() -> None:
 
     Each memory-mapped shard is an open file, and a large data set has thousands.
     """
-    if sys.platform != "win32":
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def write_ids(path: Path, ids: np.ndarray, about: dict) -> None:
@@ -191,14 +190,9 @@ def truncate_shard(path: Path, tokens: int) -> None:
     Its `text_sha256` then matches no text, so a later preparation that wants more makes it anew.
     """
     shard = Shard(path)
-    kept_share = tokens / shard.header["tokens"]
-    about = {
-        "documents": shard.header["documents"],
-        "text_bytes": max(1, round(shard.header["text_bytes"] * kept_share)),
-        "vocab_size": shard.header["vocab_size"],
-        "text_sha256": "cut",
-    }
-    write_ids(path, shard.ids[:tokens], about)
+    about = {name: shard.header[name] for name in ("documents", "text_bytes", "vocab_size")}
+    about["text_bytes"] = max(1, round(about["text_bytes"] * (tokens / shard.header["tokens"])))
+    write_ids(path, shard.ids[:tokens], about | {"text_sha256": "cut"})
 
 
 def main(argv) -> None:
