@@ -409,7 +409,6 @@ def test_a_header_that_cannot_be_is_named(tmp_path):
         ("tokens", -1),
         ("tokens", 2**62),
         ("tokens", 10**4000),
-        ("text_bytes", 0),
         ("vocab_size", "257"),
         ("format", "other"),
     ):

@@ -269,14 +269,9 @@ class Template:
             self.text(SAMPLE)
         if reserved:
             # An added word, such as [INST], is the template's own if it is in the source.
-            self.reserved = [n for n, token in reserved.items() if token.special or n in source]
-        for token_name in self.reserved if reserved else ():
-            token = reserved[token_name]
-            require(
-                token.special or token.exact,
-                f"{name} writes {token_name}, which other words can spell as well: "
-                'set its "special" to true in tokenizer.json',
-            )
+            self.reserved = [
+                marker for marker, token in reserved.items() if token.special or marker in source
+            ]
 
     @property
     def fingerprint(self) -> str:
@@ -397,13 +392,8 @@ def load_template(path: str, reserved: dict[str, SpecialToken] | None = None) ->
         source = default_of(files.read_json(given).get("chat_template")) if is_there else None
         require(source, f"{given} has no chat_template")
     else:
-        source = text_of(given)
+        source = corpus.decoded(files.read_bytes(given, files.MAX_JSON), str(given))
     return Template(source, f"chat_template {path}", special_tokens_of(saved), reserved)
-
-
-def text_of(file: Path) -> str:
-    """The content of a file that is a template."""
-    return corpus.decoded(files.read_bytes(file, files.MAX_JSON), str(file))
 
 
 def default_of(templates) -> str | None:

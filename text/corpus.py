@@ -297,9 +297,6 @@ def parquet_documents(path: str):
             columns = {field.name: str(field.type) for field in table.schema_arrow}
             has_text = columns.get("text") in ("string", "large_string", "string_view")
             require(has_text, f"{path} has no column 'text' of strings, only {columns}")
-
-            # A text that the file stores once and repeats a million times stays one text in memory.
-            table = pyarrow.parquet.ParquetFile(file, read_dictionary=["text"])
             for batch in table.iter_batches(columns=["text"]):
                 for text in batch.column(0):
                     yield text.as_py()
@@ -374,27 +371,15 @@ def rows(dataset: str):
 def parsed(row):
     """What a row holds: a line of JSON, or None if it is not JSON. A row of the Hub is parsed.
 
-    UserError if a line is not UTF-8, or an object has a key twice, of which JSON would keep the
-    last.
+    UserError if a line is not UTF-8.
     """
     if not isinstance(row, bytes):
         return row
     text = utf8(row, "it")
     try:
-        return json.loads(text, object_pairs_hook=unique)
-    except UserError:
-        raise
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def unique(pairs) -> dict:
-    """The object with these keys and values. UserError if a key occurs twice."""
-    values = {}
-    for name, value in pairs:
-        require(name not in values, f"it has {file_reader.shown(name)} more than once")
-        values[name] = value
-    return values
 
 
 def raw_lines(path: str):

@@ -242,8 +242,11 @@ def of_mixture(function, cfg: TrainConfig, *args) -> list[Path]:
 
     An error says of which.
     """
-    where = f"a mixture is read from folders of this machine, not from {cfg.data_dir}"
-    require("://" not in cfg.data_dir, f"{where}: set --data_dir to a folder, or leave it out")
+    require(
+        "://" not in cfg.data_dir,
+        f"a mixture is read from folders of this machine, not from {cfg.data_dir}: "
+        "set --data_dir to a folder, or leave it out",
+    )
     folders = []
     for of_source, name in each_source(cfg):
         try:
@@ -311,7 +314,7 @@ def require_unchanged(recipe: Recipe, summary: dict) -> None:
         return
     since = f"{' and '.join(changed)} changed after {recipe.folder} was made"
     if has_begun(recipe.cfg):
-        print(f"note: {since}: this run takes the old tokens", file=sys.stderr, flush=True)
+        program.print_error(f"{since}: this run takes the old tokens", "note")
         return
     # Not prepared again here: a run that was trained on the old rows may want to go on with them.
     raise UserError(
@@ -342,12 +345,13 @@ def require_all_tokens(recipe: Recipe, summary: dict) -> None:
         f"{folder} holds only the first {n_tokens:,} training tokens: set --max_tokens={n_tokens}, "
         f"or make the rest if no run on these has to resume: {recipe.command()}",
     )
+    note = ""
     if has_fewer and has_begun(cfg):
-        fewer = f"{folder} holds {n_tokens:,} training tokens, fewer than --max_tokens asks for"
-        print(f"note: {fewer}: this run goes on with them", file=sys.stderr, flush=True)
+        note = "fewer than --max_tokens asks for: this run goes on with them"
     if 0 < cfg.max_tokens < n_tokens:
-        more = f"{folder} holds {n_tokens:,} training tokens, more than --max_tokens"
-        print(f"note: {more}: this run reads all of them", file=sys.stderr, flush=True)
+        note = "more than --max_tokens: this run reads all of them"
+    if note:
+        program.print_error(f"{folder} holds {n_tokens:,} training tokens, {note}", "note")
 
 
 def require_small(recipe: Recipe, summary: dict | None) -> None:
@@ -440,7 +444,7 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
         print(f"dataset={cfg.dataset}{ignored}", file=sys.stderr, flush=True)
     tokenizer = make_tokenizer(recipe)
     n_chunks, train_tokens = encode_dataset(recipe, tokenizer, workers)
-    remove_shards_from(folder, n_chunks)
+    remove_what_is_left(folder, n_chunks, is_alone)
     require(
         n_chunks > 0,
         f"dataset={cfg.dataset!r} is empty: no document has any text, name another one",
@@ -452,8 +456,6 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
         f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
         "split it into several documents",
     )
-    if is_alone:
-        remove_leftovers(folder)
     blocks.write_index(folder)
 
     summary = {
@@ -597,19 +599,18 @@ def collect(results, max_tokens: int, bar) -> tuple[int, int]:
     return n_chunks, total
 
 
-def remove_shards_from(folder: Path, n_chunks: int) -> None:
-    """Remove shards of the chunks `n_chunks` and later, which workers encoded beyond max_tokens."""
+def remove_what_is_left(folder: Path, n_chunks: int, is_alone: bool) -> None:
+    """Remove shards that workers encoded beyond max_tokens, of the chunks `n_chunks` and later.
+
+    is_alone: remove temporary files of preparations that were killed, too.
+    """
     for path in shard_files(folder):
-        number = int(path.stem.split("-")[1])
-        if number >= n_chunks:
+        if int(path.stem.split("-")[1]) >= n_chunks:
             require_shard(path)
             path.unlink()
 
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files that killed preparations left."""
     ours = re.compile(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.crc32)\.")
-    for path in folder.glob("*.tmp"):
+    for path in folder.glob("*.tmp") if is_alone else ():
         if ours.match(path.name):
             path.unlink(missing_ok=True)
 

@@ -88,14 +88,12 @@ class SpecialToken:
     lstrip, rstrip: it takes the white space before it, or behind it.
     special: no text encodes to it. Otherwise it was added as a word is, such as `<think>`: each
     text that holds its name has its id.
-    exact: other spellings, as in capitals, never count as its name.
     """
 
     id: int
     lstrip: bool = False
     rstrip: bool = False
     special: bool = True
-    exact: bool = True
 
 
 class Tokenizer:
@@ -246,10 +244,9 @@ class HuggingFaceTokenizer:
         self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
         added = self.library.get_added_tokens_decoder()
         for i, token in added.items():
-            is_exact = token.special or not (token.normalized and self.library.normalizer)
             # A MARK fits into two characters. Runs of spaces are no names.
             if len(token.content) > 1 and (token.special or token.content.strip()):
-                special = SpecialToken(i, token.lstrip, token.rstrip, token.special, is_exact)
+                special = SpecialToken(i, token.lstrip, token.rstrip, token.special)
                 self.special_tokens[token.content] = special
 
         # The vocabulary spells each byte as one printable character; other characters are text.

@@ -77,7 +77,6 @@ BAD = {  # a line of a file -> what is said of it
     '{"prompt": 1, "response": "b"}': "prompt is 1, expected text",
     '{"prompt": "a", "completion": ["b"]}': "completion is list, expected text",
     '{"prompt": "a", "response": "b", "weight": 0.5}': "it has weight 0.5, expected 0 or 1",
-    '{"prompt": "a", "response": "b", "response": "c"}': "it has 'response' more than once",
     '{"messages": []}': "messages is not a list of messages",
     '{"messages": "hi"}': "messages is not a list of messages",
     '{"messages": [1]}': "message 1 is not an object with role and content",
@@ -86,7 +85,6 @@ BAD = {  # a line of a file -> what is said of it
     '{"messages": [{"role": "user", "content": [1]}]}': "message 1 has content list, expected",
     '{"messages": [{"role": "user", "content": "a", "name": "b"}]}': "message 1 has 'name', which",
     '{"messages": [{"role": "user", "content": "a", "weight": 0}]}': "message 1 is of user: a wei",
-    '{"messages": [{"role": "user", "content": "a", "role": "b"}]}': "it has 'role' more than once",
     '{"messages": [{"role": "assistant", "content": "a"}]}': "message 1 is of assistant, expected",
     said_by("user", "user", "assistant"): "message 2 is of user again: roles must alternate",
     said_by("user", "system", "assistant"): "message 2 is of system, which can only be the first",
@@ -429,18 +427,6 @@ def test_no_content_is_ever_a_token_of_the_template(chatml_tokenizer, templates,
 
         ids = ids_of(messages, template, ours)
         assert [ours.decode([i]) for i in ids if i in forbidden] == written * 2
-
-
-def test_a_marker_that_other_words_can_spell_is_refused(chatml_tokenizer, tmp_path):
-    """Here in small letters: no search for its name could find them all."""
-    library = pytest.importorskip("tokenizers")
-    ours, _ = chatml_tokenizer
-    made = library.Tokenizer.from_file(ours.path)
-    made.normalizer = library.normalizers.Lowercase()
-    made.save(str(tmp_path / "lower.json"))
-    names = tokenizers.load(str(tmp_path / "lower.json")).special_tokens
-    Template(chat.CHATML, "x", reserved=names)
-    assert "[INST], which other words" in refusal(Template, INST, "x", reserved=names)
 
 
 # --- turns -> ids

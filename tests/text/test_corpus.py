@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -293,17 +292,3 @@ def test_a_stream_gives_the_rows_in_order(stream):
     message = refusal(stream, [{"text": "x"}], ":de")
     assert "'owner/name:de'" in message and "SUBSET" in message
     assert "no field 'text', only ['content']" in refusal(stream, [{"content": "x"}])
-
-
-def test_a_parquet_file_that_says_one_text_many_times_takes_little_memory(tmp_path):
-    """400 bytes on disk, which as 60,000 separate texts would take 12 GB."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    indices = pyarrow.array([0] * 60_000, pyarrow.int32())
-    text = pyarrow.DictionaryArray.from_arrays(indices, ["x" * 200_000])
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": text}), path, store_schema=False, compression="zstd")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    documents = corpus.file_documents(str(path))
-    assert [len(next(documents)) for _ in range(3)] == [200_000] * 3
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
