@@ -22,7 +22,6 @@ Run `python -m text.mds FOLDER/index.json` to list its shards and check them.
 import functools
 import hashlib
 import json
-import os
 import re
 import struct
 import sys
@@ -253,28 +252,21 @@ def columns(shard: IndexedShard):
 
 def content_of(shard: IndexedShard):
     """The content of a shard, decompressed, its sizes and hashes checked."""
-    about = shard.about["raw_data"]
-    if shard.path == shard.raw:
-        return read(shard, about)
-    content = decompressed(shard, read(shard, shard.about["zip_data"]))
-    shard.require(len(content) == about["bytes"], f"not {about['bytes']:,} bytes, decompressed")
-    check_hashes(shard, content, about["hashes"])
-    return content
-
-
-def read(shard: IndexedShard, about: dict) -> bytes:
-    """The file of a shard. about: what the index says of it."""
+    is_raw = shard.path == shard.raw
     with files.open_regular(shard.path) as file:
-        size = os.fstat(file.fileno()).st_size
-        shard.require(size == about["bytes"], f"{size:,} bytes instead of {about['bytes']:,}")
         content = file.read()
-    check_hashes(shard, content, about["hashes"])
+    check(shard, content, shard.about["raw_data" if is_raw else "zip_data"])
+    if not is_raw:
+        content = decompressed(shard, content)
+        check(shard, content, shard.about["raw_data"])
     return content
 
 
-def check_hashes(shard: IndexedShard, content, hashes: dict) -> None:
-    """UserError unless the content has these hashes (name -> hexadecimal digits)."""
-    for name, expected in hashes.items():
+def check(shard: IndexedShard, content, about: dict) -> None:
+    """UserError unless a file is what the index says of it: its size and hashes."""
+    size = about["bytes"]
+    shard.require(len(content) == size, f"{len(content):,} bytes instead of {size:,}")
+    for name, expected in about["hashes"].items():
         if name in XXHASHES:
             import xxhash  # comes with `datasets`
 
@@ -287,7 +279,7 @@ def check_hashes(shard: IndexedShard, content, hashes: dict) -> None:
 
 
 def decompressed(shard: IndexedShard, content: bytes):
-    """The content of a compressed shard, at most a byte more than the index says."""
+    """The content of a compressed shard, at most a block more than the index says."""
     import pyarrow  # comes with `datasets`
 
     size = shard.about["raw_data"]["bytes"]
@@ -295,10 +287,14 @@ def decompressed(shard: IndexedShard, content: bytes):
     try:
         if codec == "snappy":
             # pyarrow believes `size`, and leaves the rest as it was.
-            shard.require(snappy_size(content) == size, f"not {size:,} bytes, decompressed")
+            found = snappy_size(content)
+            shard.require(found == size, f"{found:,} bytes instead of {size:,}")
             return pyarrow.Codec(codec).decompress(content, decompressed_size=size, asbytes=True)
+        result = bytearray()
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), codec) as stream:
-            return stream.read(size + 1)
+            while len(result) <= size and (block := stream.read(2**20)):
+                result += block
+        return result
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{shard.path} is damaged ({program.one_line(error)})") from error
 
