@@ -254,17 +254,6 @@ def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
     assert b" the" in known and len(known) <= 279
 
 
-@pytest.mark.slow
-def test_a_large_document_is_prepared_in_time(tmp_path):
-    """10 MB without a line break."""
-    path = tmp_path / "long.txt"
-    path.write_text("short<|endoftext|>" + "the river and the old tree " * 370_000)
-    begin = time.process_time()
-    folder = prepare(settings_for(path, tmp_path / "tokens", tokenizer="bpe-300"))
-    assert time.process_time() - begin < 240
-    assert read_summary(folder)["train_tokens"] > 100_000
-
-
 # --- interrupted, in parallel, damaged
 
 
@@ -711,11 +700,3 @@ def test_an_error_while_reading_surfaces_at_its_step():
         for step, _ in prefetch(make, range(5), torch.device("cpu")):
             seen.append(step)
     assert seen == [0, 1]
-
-
-def test_preparing_needs_no_torch():
-    """data.py runs on login nodes and in worker processes; importing torch would take seconds."""
-    code = "import sys, data; print('torch' in sys.modules)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "False\n"

@@ -17,7 +17,6 @@ from launches import train_here
 
 import config
 import data
-import plan
 from config import MPTConfig, TrainConfig, load
 from data import Dataset, Mixture, Split
 from lessons import finetuned
@@ -426,12 +425,6 @@ def bits_by_hand(cfg, losses) -> float:
         nats += SHARES[part.name] * losses[part.name]
         n_bytes += SHARES[part.name] * part.val.text_bytes / part.val.tokens
     return nats / n_bytes / np.log(2)
-
-
-def test_the_planner_takes_a_mixture(capsys):
-    flags = ["--d_model=64", "--n_heads=4", "--n_layers=2", "--max_steps=200", "--devices=8"]
-    plan.main([*flags, "--device=mi250", "--mix=a 0.5 x.txt", "--mix=b 0.5 y.txt"])
-    assert "mi250" in capsys.readouterr().out.lower()
 
 
 def test_a_damaged_loss_of_a_source_is_noticed():

@@ -481,7 +481,8 @@ def hub_rows(dataset: str):
         yield from downloads.hub_dataset(name, subset or None, "train", streaming=True)
     except FileNotFoundError as error:
         raise UserError(
-            f"dataset={dataset!r} is neither a local file nor a data set on the Hub"
+            f"dataset={dataset!r} is neither a local file nor a data set on the Hub: name one, "
+            "as in --dataset='my/*.txt', or take --dataset=stdlib"
         ) from error
     except OSError as error:
         raise NoHub(

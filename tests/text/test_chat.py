@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TrainConfig
-from text import chat, corpus
+from text import chat
 from text import tokenizer as tokenizers
 from text.chat import RowFormat, Template, Turn, load_template, make_rows, turns_of
 
@@ -128,31 +128,6 @@ def test_lines_that_are_no_text_are_named_among_the_other_bad_ones(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps({"prompt": "a", "response": "b"}).encode("UTF-16"))
     assert refusal(read, path).startswith(f"{path} is UTF-16, not UTF-8")
-
-
-# --- the Hub
-
-
-@pytest.mark.slow
-def test_rows_of_the_hub(tmp_path, monkeypatch):
-    """A local folder laid out as on the Hub: `datasets` fills fields that a row lacks with null."""
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner/name").mkdir(parents=True)
-    weighted = {**ANSWER, "weight": 1}
-    write_lines(
-        tmp_path / "owner/name/train.jsonl",
-        {"messages": [USER, weighted], "category": "x"},
-        {"messages": [{"role": "system", "content": "s"}, USER, ANSWER], "category": "y"},
-        {"messages": [USER, USER, ANSWER], "category": "y"},
-    )
-    fault = "owner/name:default, row 3: message 2 is of user again"
-    assert fault in refusal(read, "owner/name:default")
-    rows = [row for _, row in corpus.rows("owner/name:default")][:2]
-    first, second = (turns_of(row, CHATML)[0] for row in rows)
-    assert (first.learn, second.learn) == (1, None)
-    assert second.read.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
 
 
 # --- templates
