@@ -417,8 +417,8 @@ def decoded(raw: bytes, path: str, offset: int = 0) -> str:
     try:
         return utf8(text, path, offset + len(raw) - len(text))
     except UserError as error:
-        likely = "UTF-16LE" if b"\0" in raw else "LATIN1"
-        raise UserError(f"{error}, from {likely} with {conversion(path, likely)}") from error
+        likely = "UTF-16LE" if raw.count(b"\0") > len(raw) / 4 else "LATIN1"
+        raise UserError(f"{error}: if it is {likely}, with {conversion(path, likely)}") from error
 
 
 def without_mark(raw: bytes, path: str) -> bytes:
