@@ -47,7 +47,6 @@ def error(dataset):
 
 def test_the_standard_library_is_a_corpus():
     texts = list(documents("stdlib"))
-    assert texts == list(documents("stdlib"))
     assert len(texts) > 300 and sum(map(len, texts)) > 5e6
     assert len(set(texts)) > 0.9 * len(texts)
     parts = {part for path in corpus.stdlib_files() for part in Path(path).parts}

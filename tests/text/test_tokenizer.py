@@ -116,7 +116,7 @@ def test_decode_replaces_what_is_no_text(any_kind):
 
 def test_long_runs_of_one_character(any_kind):
     for character in " \na-":
-        assert any_kind.decode(any_kind.encode(character * 1_000_000)) == character * 1_000_000
+        assert any_kind.decode(any_kind.encode(character * 300_000)) == character * 300_000
 
 
 def test_known_ids(gpt2):
