@@ -497,9 +497,8 @@ def test_every_token_is_in_a_row_exactly_once_learned_or_not_as_it_should(exampl
     [
         ({"target_prompts": "length>=x"}, "'length>=x', expected none, all, or"),
         ({"max_tokens": 1000}, "--max_tokens=0"),
-        ({"data_format": "text", "packing": False}, "packing sets nothing"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, message):
-    cfg = TrainConfig(**({"data_format": "chat"} | settings))
-    assert message in refusal(cfg.check)
+    cfg = TrainConfig(data_format="chat", **settings)
+    assert message in refusal(RowFormat.of, cfg, max_seq_len=64)
