@@ -69,7 +69,6 @@ from storage.checkpoint_files import (
     reason_of,
     require_weights,
 )
-from tensor_parallel import WHOLE, Layout, layout_of
 
 # The optimizer's state as one flat dict of names and tensors: the same for every sharding. Weights
 # that adapters leave as they are (lora.py) are not saved: strict would miss them when loading.
@@ -324,12 +323,17 @@ class Pieces(torch.Tensor):
         return items
 
 
-def in_pieces(state: dict, layout: Layout) -> dict:
+def layout_of(model: MPT):
+    """Which part of each tensor this tensor rank has (`tensor_parallel.Layout`); None: all."""
+    return getattr(model, "layout", None)
+
+
+def in_pieces(state: dict, layout) -> dict:
     """The same flat state dict; tensors that tensor parallelism has cut become `Pieces`.
 
     Keys: names of parameters, or as DCP flattens them: model.NAME, optim.state.NAME.exp_avg.
     """
-    if layout.size == 1:
+    if layout is None:
         return state
     found = {}
     for key, value in state.items():
@@ -355,7 +359,7 @@ def name_of_param(key: str) -> str:
 class InPieces:
     """Part of a planner of DCP: shows it the tensors in pieces."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout):
         super().__init__()
         self.layout = layout
 
@@ -528,12 +532,12 @@ def require_sound(path: Path) -> None:
     checkpoint_files.require_undamaged(path, verify(path))
 
 
-def fill(path: Path, state: dict, metadata: Metadata | None = None, layout: Layout = WHOLE) -> None:
+def fill(path: Path, state: dict, metadata: Metadata | None = None, layout=None) -> None:
     """Fill the tensors of a nested dict, sharded in any way or not, from a checkpoint.
 
     A collective, and the only way a checkpoint is loaded. metadata: from `read_metadata`, if it is
-    known already; reading it takes minutes for many weights. layout: of a model that tensor
-    parallelism has cut. Raises UserError if the tensors are missing or cannot be read.
+    known already; reading it takes minutes for many weights. layout: see `layout_of`. Raises
+    UserError if the tensors are missing or cannot be read.
     """
     metadata = metadata or rank_zero_decides(lambda: read_metadata(path))
     with warnings.catch_warnings(), damage_named(path):

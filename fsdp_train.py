@@ -26,6 +26,7 @@ import gc
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ import optim
 import parallel
 import processes
 from config import MPTConfig, TrainConfig
-from lifecycle import microbatch, reporter, resume, runlog
+from lifecycle import reporter, resume, runlog
 from lifecycle.cadence import Cadence, step_ranges
 from lifecycle.lease import Lease
 from lifecycle.reporter import Reporter
@@ -51,11 +52,10 @@ from program import require
 
 def main(argv) -> None:
     """Train: the recipe, from settings to the last checkpoint."""
-    # settings, processes
+    # settings, processes, the right to write into the run folder
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
     signals = stopping.Signals()
     world = processes.start(cfg.device, collective_timeout(cfg), cfg.tp, cfg.pp)
-    log = runlog.RunLog(cfg, world.global_rank)
     check_settings(model_cfg, cfg, world)
     lease = Lease(cfg.run_dir)
     processes.rank_zero_decides(lease.take)
@@ -64,15 +64,16 @@ def main(argv) -> None:
     # data
     folders = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
     dataset = data.Dataset(folders, model_cfg, cfg, world)
-    evaluator = Evaluator(model_cfg, cfg, world, dataset)
 
     # where to begin: at the newest sound checkpoint, or at step 0
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
     if start.step >= cfg.max_steps:
         with lease:
-            find_base(start, cfg)  # UserError if --init_from is not its base any more
-            return log.say(resume.finished(start, model_cfg, cfg))
+            return say_finished(start, model_cfg, cfg, world)
+    # now what was left open is settled: from here on, cfg says what the run really does
     cfg, precision, cadence = resolve_auto(model_cfg, cfg, world, start)
+    log = runlog.RunLog(cfg, world.global_rank)
+    evaluator = Evaluator(model_cfg, cfg, world, precision, dataset)
     peak = reporter.peak_of_all_ranks(cfg, world, precision)
     log.say(reporter.describe_run(model_cfg, cfg, world, precision, peak, dataset, start))
 
@@ -89,20 +90,19 @@ def main(argv) -> None:
     launch = runlog.launch_record(cfg, world, precision, start.checkpoint, dataset.epoch_tokens)
     log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
     # When memory runs out, the watchdog records half of the microbatch for the next start.
-    halve = partial(microbatch.halve, model_cfg, cfg, world, precision)
-    guard = Guard(
-        signals,
-        lease,
-        Watchdog(world, cfg.timeout_minutes, checkpointer.last_good, halve, start.step),
-        StragglerTimer(model, world.device),
-    )
-    report = Reporter(log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, start.step)
+    halve = partial(halve_microbatch, model_cfg, cfg, world, precision)
+    watchdog = Watchdog(world, cfg.timeout_minutes, checkpointer.last_good, halve, start.step)
+    timer = StragglerTimer(model, world.device)
+    report = Reporter(log, model_cfg, cfg, world, peak, cadence, checkpointer, timer, start.step)
+    guard = Guard(signals, lease, watchdog, timer)
     guard.enter_context(start_trackers(cfg, world))
+    if lease.mirror:
+        lease.mirror.watch(checkpointer, start.step)
 
     # the loop
     with guard:
         if start.step == 0:
-            evaluator.evaluate(0, cadence, model, cfg, precision, log)
+            evaluator.evaluate(0, model, cadence, log)
         cadence.start_save_clock()
         report.start_clock()
         batches = dataset.batches(cadence.steps_from(start.step), cfg, world)
@@ -110,15 +110,18 @@ def main(argv) -> None:
             collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
+            agreed = reporter.agree(world, signals, log, cadence, checkpointer, lease.mirror)
             # A GPU's figures are read one step late, unless something is due after this step.
-            agreed = report.agree_and_log(step, figures, read_now=cadence.must_read_now(done))
+            is_bad = report.record(step, figures, agreed)
             lease.check()
             if agreed.no_save_running:
                 checkpointer.finish()  # publish the last one
+            if agreed.no_copy_running:
+                lease.mirror.copy_newest()  # --remote
             if cadence.evaluation_due(done) or cadence.tasks_due(done):
-                evaluator.evaluate(done, cadence, model, cfg, precision, log)
+                evaluator.evaluate(done, model, cadence, log)
                 report.start_clock()
-            if cadence.must_save(done, agreed):  # a stop signal asks for a save, too
+            if cadence.must_save(done, agreed, is_bad):  # a stop signal asks for a save, too
                 checkpointer.save(done, model, optimizer, settings)
                 cadence.start_save_clock()
                 report.start_clock()
@@ -207,11 +210,12 @@ def cut(ids, labels, cfg) -> list[tuple]:
 
 
 class Evaluator:
-    """Validation loss and zero-shot tasks. All ranks call it together, with the same arguments."""
+    """Validation loss and zero-shot tasks. All ranks call it together."""
 
-    def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig, world, dataset: data.Dataset):
+    def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig, world, precision, dataset):
         """UserError if a task or a tokenizer is missing: now, not hours later."""
-        self.world, self.parts = world, dataset.parts
+        self.cfg, self.world, self.precision = cfg, world, precision
+        self.parts = dataset.parts
         self.tasks, self.tokenizer = [], None
         if cfg.icl_interval:
             from evaluation import zero_shot  # here, since most runs do without
@@ -225,28 +229,31 @@ class Evaluator:
             )
             processes.rank_zero_decides(check)
 
-    def evaluate(self, done: int, cadence: Cadence, model, cfg, precision: str, log) -> None:
+    def evaluate(self, done: int, model, cadence: Cadence, log) -> None:
         """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
         if cadence.evaluation_due(done):
-            log.row({"step": done} | self.validate(model, cfg, precision))
+            log.row({"step": done} | self.validate(model))
         if cadence.tasks_due(done):
-            from evaluation import zero_shot
+            log.row({"step": done, "icl": self.score_tasks(model)})
 
-            scores = zero_shot.evaluate(model, self.tokenizer, self.tasks, self.world, precision)
-            log.row({"step": done, "icl": scores})
+    def score_tasks(self, model) -> dict:
+        """The figures of each task. A collective."""
+        from evaluation import zero_shot
 
-    def validate(self, model, cfg, precision: str) -> dict:
+        return zero_shot.evaluate(model, self.tokenizer, self.tasks, self.world, self.precision)
+
+    def validate(self, model) -> dict:
         """Validation loss and bits per byte. A collective.
 
         With a mixture: those of the sources, weighted by their shares of tokens and bytes. Each
         source is evaluated on as many tokens as the others.
         """
-        cfg_of_one = replace(cfg, eval_tokens=cfg.eval_tokens // len(self.parts))
+        cfg = replace(self.cfg, eval_tokens=self.cfg.eval_tokens // len(self.parts))
         bytes_per_token = sum(p.share * p.val.text_bytes / p.val.learned for p in self.parts)
         losses = {}
         mean_loss = mean_bits = 0.0
         for name, share, _, _, val in self.parts:
-            loss = evaluate(model, val, cfg_of_one, self.world, precision)
+            loss = evaluate(model, val, cfg, self.world, self.precision)
             losses[name] = loss
             mean_loss += share * loss
             share_of_bytes = share * val.text_bytes / val.learned / bytes_per_token
@@ -289,12 +296,25 @@ def resolve_auto(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.St
     precision = parallel.choose_precision(cfg, world.device, start.precision)
     cadence = Cadence(cfg, start.skip_steps)
     cfg = replace(cfg, skip_steps=cadence.skips.text)
-    if cfg.compile is not False:
-        from lifecycle import compiling
+    compiles = False
+    if cfg.compile is True or world.device.type == "cuda":
+        from lifecycle import compiling  # here, since runs on a CPU do without
 
-        cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, precision))
-    n_rows = microbatch.fit(model_cfg, cfg, world, precision)
-    return replace(cfg, microbatch_size=n_rows), precision, cadence
+        compiles = compiling.choose(model_cfg, cfg, world, precision)
+    cfg = replace(cfg, compile=compiles)
+    is_recorded = Path(cfg.run_dir, "microbatch.json").exists
+    if cfg.microbatch_size == "auto" or processes.rank_zero_decides(is_recorded):
+        from lifecycle import microbatch
+
+        cfg = replace(cfg, microbatch_size=microbatch.fit(model_cfg, cfg, world, precision))
+    return cfg, precision, cadence
+
+
+def halve_microbatch(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, step: int) -> int:
+    """Record half of the microbatch, and return it: see `microbatch.halve`."""
+    from lifecycle import microbatch  # here, since most runs do without
+
+    return microbatch.halve(model_cfg, cfg, world, precision, step)
 
 
 def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):
@@ -317,9 +337,11 @@ def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
     """UserError if ranks cannot share the batch evenly, or --init_from is another model's."""
     batch, dp = cfg.global_batch_size, world.dp_size
     nearest = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n > 0]
-    fix = f"set --global_batch_size={' or '.join(map(str, nearest))}"
-    problem = f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks"
-    require(batch % dp == 0, f"{problem}: {fix}")
+    require(
+        batch % dp == 0,
+        f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks: "
+        f"set --global_batch_size={' or '.join(map(str, nearest))}",
+    )
     parallel.check(model_cfg, cfg)
     data.check_packing(model_cfg, cfg)
     flops.check_adapters(model_cfg, cfg)
@@ -380,6 +402,14 @@ def find_base(start: resume.Start, cfg: TrainConfig) -> dict:
     if start.step >= cfg.max_steps:
         fix += ", or --resume=again to train anew"
     return processes.rank_zero_decides(partial(load.base_of, start.init_from, start.meta, fix))
+
+
+def say_finished(start: resume.Start, model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
+    """Say that the run has all its steps. UserError if cfg would have made another run."""
+    find_base(start, cfg)  # UserError if --init_from is not its base any more
+    line = resume.finished(start, model_cfg, cfg)
+    if world.global_rank == 0:
+        print(line, flush=True)
 
 
 def warn_if_slow(optimizer, log) -> None:

@@ -45,9 +45,8 @@ import devices
 import optim
 import processes
 import program
-import tensor_parallel
 from config import MPTConfig, TrainConfig
-from model import MPT, initial_weight, seeded
+from model import MPT, init_weights, initial_weight, seeded
 from program import UserError, require
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -86,17 +85,19 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
     mesh = make_mesh(world, cfg)
     with torch.device("meta"):  # shapes without memory
         model = MPT(model_cfg)
-    if team := tensor_parallel.team_of(world, cfg.sequence_parallel):
-        tensor_parallel.cut(model, team)
+    if world.tp_size > 1:
+        import tensor_parallel  # here, since most runs do without
+
+        tensor_parallel.cut(model, tensor_parallel.team_of(world, cfg.sequence_parallel))
     if world.pp_size > 1:
-        import pipeline  # here, since most runs do without
+        import pipeline
 
         pipeline.keep_stage(model, pipeline.pipe_of(world))
     put_adapters_on(model, cfg, precision)
     model = parallelize(model, mesh, cfg, precision)
     materialize(model, world.device, seed)
     if cfg.lora_rank:
-        import lora  # here, since most runs do without
+        import lora
 
         lora.draw(model, cfg.seed)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -174,21 +175,29 @@ def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
     which nothing here would fill.
     """
     buffers = ", ".join(name for name, _ in model.named_buffers())
-    problem = f"nothing fills the buffers of model.py ({buffers[:80]})"
-    require(not buffers, f"{problem}: compute them in forward instead")
+    require(
+        not buffers,
+        f"nothing fills the buffers of model.py ({buffers[:80]}): compute them in forward instead",
+    )
     try:
         model.to_empty(device=device)
     except (RuntimeError, MemoryError) as error:
-        problem = "the weights do not fit into the memory of a device"
-        fix = "lower d_model or n_layers, or take more ranks"
-        raise UserError(f"{problem}: {fix} ({program.one_line(error)})") from error
+        raise UserError(
+            "the weights do not fit into the memory of a device: lower d_model or n_layers, or "
+            f"take more ranks ({program.one_line(error)})"
+        ) from error
     if seed is not None:
         draw_weights(model, seed)
 
 
 @torch.no_grad()
 def draw_weights(model: MPT, seed: int) -> None:
-    """`model.init_weights` for a model that is cut over ranks: each keeps its part of a tensor."""
+    """`init_weights`; of a model that is cut over ranks, each keeps its part of a tensor."""
+    if not (isinstance(model, FSDPModule) or is_cut(model)):
+        init_weights(model, seed)
+        return
+    import tensor_parallel  # here, since one process alone does without
+
     layout = tensor_parallel.layout_of(model)
     for name, param in model.named_parameters():
         whole = initial_weight(name, layout.whole_shape(name, param.shape), model.cfg, seed)
@@ -209,8 +218,10 @@ def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
         return None
     of_node = min(world.dp_size, max(1, world.local_size // world.tp_size))
     shard = cfg.shard_ranks(world.dp_size, of_node)
-    problem = f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks"
-    require(world.dp_size % shard == 0, problem)
+    require(
+        world.dp_size % shard == 0,
+        f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks",
+    )
     shape = {"dp_shard": shard}
     if cfg.sharding_mode.over != "all":
         shape = {"dp_replicate": world.dp_size // shard, "dp_shard": shard}
@@ -380,10 +391,12 @@ def finish_gradients(model: MPT) -> None:
 
     Nothing to do without them: the data-parallel ranks' have been reduced during the backward.
     """
-    if tensor_parallel.layout_of(model).size > 1:
+    if is_cut(model):
+        import tensor_parallel  # here, since most runs do without
+
         tensor_parallel.sum_partial_gradients(model)
     if hasattr(model, "pipe"):
-        import pipeline  # here, since most runs do without
+        import pipeline
 
         pipeline.sum_tied_gradients(model)
 
@@ -395,18 +408,19 @@ def grad_norm(model: MPT) -> torch.Tensor:
     gradient is sharded adds them up, and one more those of the tensor ranks. So any mixture of
     plain tensors, meshes and placements works.
     """
-    layout = tensor_parallel.layout_of(model)
     pipe = getattr(model, "pipe", None)
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for name, p in model.named_parameters():
         if p.grad is None or is_second_copy(model, name):
             continue
-        mesh, sharded_dims = None, ()
+        mesh, sharded_dims, local = None, (), p.grad
         if isinstance(p.grad, DTensor):
-            mesh = p.grad.device_mesh
+            mesh, local = p.grad.device_mesh, p.grad.to_local()
             placements = enumerate(p.grad.placements)
             sharded_dims = tuple(dim for dim, kind in placements if not kind.is_replicate())
-        groups[mesh, sharded_dims] += layout.counted(name, p.grad)
+        # Some tensors are whole on every tensor rank: one of them counts.
+        counted = model.layout.counted(name, p.grad) if is_cut(model) else [local]
+        groups[mesh, sharded_dims] += counted
     total = torch.zeros((), device=next(model.parameters()).device)
     for (mesh, sharded_dims), grads in groups.items():
         norms = torch._foreach_norm(grads) if grads else [torch.zeros_like(total)]
@@ -414,15 +428,20 @@ def grad_norm(model: MPT) -> torch.Tensor:
         for dim in sharded_dims:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
-    if layout.size > 1:
+    if is_cut(model):
         dist.all_reduce(total, group=model.team.group)
     if pipe:
         dist.all_reduce(total, group=pipe.group)
-    if layout.size > 1 or pipe:
+    if is_cut(model) or pipe:
         # Groups of other data-parallel ranks may have added in another order. Copies of a weight
         # stay equal only if all are clipped by the same number.
         dist.broadcast(total, src=0)
     return total.sqrt()
+
+
+def is_cut(model: MPT) -> bool:
+    """Whether tensor ranks share the layers of a model: `tensor_parallel.cut` gave it a team."""
+    return hasattr(model, "team")
 
 
 def is_second_copy(model: MPT, name: str) -> bool:

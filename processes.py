@@ -590,7 +590,6 @@ class Pool:
     ):
         port = free_port()
         self.processes, self.pipes = [], []
-        self.answered = {}  # pipe -> result
         self.ended = ""  # why, once it has
         context = multiprocessing.get_context(method)
         for rank in range(size):
@@ -609,51 +608,37 @@ class Pool:
         function: one that can be imported. PoolError if it fails on one rank, or if they take more
         than `patience` seconds.
         """
-        self.send(function, *args)
-        answers = self.answers(patience)
-        if answers is None:
-            self.fail(PoolError(f"no answer in {patience:g} s"))
-        return answers
-
-    def send(self, function, *args) -> None:
-        """Begin a call. `answers` gets the results."""
         if self.ended:
             raise PoolError(self.ended)
         call = pickle.dumps((function, args))
         for pipe in self.pipes:
-            with contextlib.suppress(OSError):  # the process is gone, as `answers` will find
+            with contextlib.suppress(OSError):  # the process is gone, as `receive` will find
                 pipe.send_bytes(call)
 
-    def answers(self, patience: float | None = None) -> list | None:
-        """The results by rank, or None if they are not all there in `patience` seconds."""
-        deadline = None if patience is None else time.monotonic() + patience
-        while missing := [pipe for pipe in self.pipes if pipe not in self.answered]:
-            left = None if deadline is None else max(0, deadline - time.monotonic())
-            ready = multiprocessing.connection.wait(missing, left)
+        results = {}
+        begin = time.monotonic()
+        while waiting := [pipe for pipe in self.pipes if pipe not in results]:
+            left = None if patience is None else max(0, begin + patience - time.monotonic())
+            ready = multiprocessing.connection.wait(waiting, left)
             if not ready:
-                return None
+                self.fail(PoolError(f"no answer in {patience:g} s"))
             for pipe in ready:
-                self.answered[pipe] = self.receive(pipe)
-        answers = [self.answered[pipe] for pipe in self.pipes]
-        self.answered = {}
-        return answers
+                results[pipe] = self.receive(pipe)
+        return [results[pipe] for pipe in self.pipes]
 
     def receive(self, pipe):
         """What one process sent. PoolError if it failed or died."""
         try:
             succeeded, result = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            succeeded, result = False, self.death(self.processes[self.pipes.index(pipe)])
+            process = self.processes[self.pipes.index(pipe)]
+            process.join(5)
+            if process.exitcode == -signal.SIGKILL:  # the kernel does that when memory runs out
+                self.fail(PoolError("killed (out of memory?)"))
+            self.fail(PoolError(f"its process ended with status {process.exitcode}"))
         if not succeeded:
             self.fail(PoolError(*result))
         return result
-
-    def death(self, process) -> tuple[str, str]:
-        """How a process ended that sent no answer: the arguments of a PoolError."""
-        process.join(5)
-        if process.exitcode == -signal.SIGKILL:  # the kernel does that when memory runs out
-            return "killed (out of memory?)", ""
-        return f"its process ended with status {process.exitcode}", ""
 
     def fail(self, error: PoolError) -> None:
         """End the processes and raise the error."""
@@ -816,6 +801,14 @@ def rank_zero_decides(decide):
     if isinstance(box[0], UserError):
         raise box[0]
     return box[0]
+
+
+def all_max(numbers: list[float], world: World) -> list[float]:
+    """The largest of each number over all ranks. A collective of the CPUs: no GPU waits."""
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    if world.global_size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,14 +55,14 @@ class Cadence:
         intervals = filter(None, (self.cfg.save_interval, self.cfg.keep_every))
         return self.is_last(done) or (done > 0 and any(done % every == 0 for every in intervals))
 
-    def must_save(self, done: int, agreed) -> bool:
-        """Save now? agreed: the StepConsensus of the ranks after this step.
+    def must_save(self, done: int, agreed, is_bad: bool) -> bool:
+        """Save now? agreed: the StepConsensus after this step. is_bad: it changed nothing.
 
         After a bad step the older checkpoints are worth more than a new one, unless the run ends.
         """
         is_due = self.save_due(done) or agreed.save
         run_ends = self.is_last(done) or agreed.stop_signal
-        return bool(run_ends or (is_due and not agreed.bad_step))
+        return bool(run_ends or (is_due and not is_bad))
 
     def must_read_now(self, done: int) -> bool:
         """Must this step's figures be read at once, since an evaluation or a save follows it?"""
@@ -90,8 +90,8 @@ class Skips:
             end = r.start if end - 1 in r else end
         for r in self.ranges:
             longer = r.stop + 1 if longer - 1 in r else longer
-        fix = f"set --max_steps={end if end > cfg.warmup_steps else longer}"
-        require(end == cfg.max_steps, f"skip_steps skips the last step: {fix}")
+        possible = end if end > cfg.warmup_steps else longer
+        require(end == cfg.max_steps, f"skip_steps skips the last step: set --max_steps={possible}")
 
     def steps(self, first: int, end: int):
         """The steps from `first` to end - 1 that are not skipped, in order."""
@@ -162,12 +162,11 @@ class BadSteps:
             return
         self.checkpointer.finish()
         last, figures = self.last
-        problem = (
+        raise UserError(
             f"steps {self.first} to {last} had a loss or gradient that is not finite, and were "
-            f"skipped (the last: {figures})"
+            f"skipped (the last: {figures}). {self.checkpointer.last_good()}. {self.advice(last)}",
+            on_all_ranks=True,
         )
-        message = f"{problem}. {self.checkpointer.last_good()}. {self.advice(last)}"
-        raise UserError(message, on_all_ranks=True)
 
     def advice(self, last: int) -> str:
         """What to try after bad steps up to `last`."""

@@ -79,15 +79,15 @@ class Lease:
         require(not unnamed and not (lock_error and on_this_host), self.refusal())
         if before and not on_this_host:  # whether or not this file system shares locks
             seconds = 3 * BEAT
-            wait = f"waiting {seconds} s to see whether it is alive"
-            print(f"{self.run_dir} is {owner(before)}: {wait}", flush=True)
+            taken = f"{self.run_dir} is {owner(before)}"
+            print(f"{taken}: waiting {seconds} s to see whether it is alive", flush=True)
             time.sleep(seconds)
             require(read_lease(self.path) == before, self.refusal())
 
     def refusal(self) -> str:
         """The message of a run that finds the folder taken."""
-        fix = "wait for that run, or set another --run_dir"
-        return f"{self.run_dir} is {owner(read_lease(self.path))}: {fix}"
+        taken = f"{self.run_dir} is {owner(read_lease(self.path))}"
+        return f"{taken}: wait for that run, or set another --run_dir"
 
     def keep_beating(self) -> None:
         """In a thread: write the heartbeat, and notice if another run has taken over."""

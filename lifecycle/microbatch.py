@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import config
 import devices
@@ -99,16 +98,18 @@ def planned(
         scores = 3 * 4 * heads * layers * model_cfg.max_seq_len**2
         implementation = "sdpa"
     model_cfg = replace(model_cfg, attn_impl=implementation)
-    by_formula = "by the formulas of planning.memory"
     for size in sizes_to_try(cfg.global_batch_size // world.dp_size, cfg.pp):
         sized = replace(cfg, microbatch_size=size)
         parts = memory.bytes_by_part(model_cfg, sized, world.global_size, precision)
         peak = parts["peak"] + size * scores
         if peak <= room:
-            return size, f"{peak / 1e9:.2g} GB of {room / 1e9:.3g} {by_formula}"
-    problem = f"a microbatch of 1 takes {peak / 1e9:.3g} GB {by_formula}, and a rank has"
-    fix = f"{HELP}; --microbatch_size=1 tries it all the same"
-    raise UserError(f"{problem} {room / 1e9:.3g} GB: {fix}", on_all_ranks=True)
+            reason = f"{peak / 1e9:.2g} GB of {room / 1e9:.3g} by the formulas of planning.memory"
+            return size, reason
+    raise UserError(
+        f"a microbatch of 1 takes {peak / 1e9:.3g} GB by the formulas of planning.memory, and a "
+        f"rank has {room / 1e9:.3g} GB: {HELP}; --microbatch_size=1 tries it all the same",
+        on_all_ranks=True,
+    )
 
 
 def sizes_to_try(rows_per_rank: int, stages: int) -> list[int]:
@@ -131,10 +132,8 @@ def memory_of_a_rank(world) -> float:
         _, n_bytes = torch.cuda.mem_get_info(world.device)
     else:
         n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 / world.local_size
-    least = torch.tensor(n_bytes, dtype=torch.float64)
-    if world.global_size > 1:
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return least.item()
+    (negative,) = processes.all_max([-n_bytes], world)
+    return -negative
 
 
 # -------------------------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ class RemoteLease:
         newest, owner = before = self.newest()
         if owner and owner["token"] != self.token and not owner["released"]:
             seconds = 3 * leases.BEAT
-            wait = f"waiting {seconds:g} s to see whether it is alive"
-            print(f"{self.store.url} is {leases.owner(owner)}: {wait}", flush=True)
+            taken = f"{self.store.url} is {leases.owner(owner)}"
+            print(f"{taken}: waiting {seconds:g} s to see whether it is alive", flush=True)
             end = time.monotonic() + seconds  # no clocks of two machines are compared
             while time.monotonic() < end:
                 time.sleep(seconds / 10)
@@ -108,23 +108,27 @@ class RemoteLease:
         won = self.store.create(self.key(self.generation), self.content())
         require(won, self.refusal())
         ignores = self.store.creates(self.key(self.generation), self.content())
-        problem = f"{self.store.url} ignores conditional writes, so two runs could own it at once"
-        require(not ignores, f"{problem}: use another store")
+        require(
+            not ignores,
+            f"{self.store.url} ignores conditional writes, so two runs could own it at once: use "
+            "another store",
+        )
         for old in self.generations():
             if old < newest - KEPT:
                 self.store.delete(self.key(old))
 
     def refusal(self) -> str:
         """The message of a run that finds the address taken."""
-        fix = "wait for that run, or set another --remote"
-        return f"{self.store.url} is {leases.owner(self.newest()[1])}: {fix}"
+        _, owner = self.newest()
+        taken = f"{self.store.url} is {leases.owner(owner)}"
+        return f"{taken}: wait for that run, or set another --remote"
 
     def beat(self) -> None:
         """Write the heartbeat, unless another run has taken over: then `lost` says so."""
         newest, owner = self.newest()
         if newest > self.generation:
-            now = f"{self.store.url} is now {leases.owner(owner)}"
-            self.lost = f"{now}: this run stops, so that only one goes on"
+            taken = f"{self.store.url} is now {leases.owner(owner)}"
+            self.lost = f"{taken}: this run stops, so that only one goes on"
             return
         self.me["beat"] += 1
         self.store.put(self.key(self.generation), self.content())
@@ -225,8 +229,10 @@ class Mirror:
         self.lease.take()
         self.store.create("run.json", json.dumps({"run": mine["run"]}).encode())
         there = files.parse_json(self.store.get("run.json"), "run.json", dict, {"run": str})["run"]
-        another = f"{self.store.url} holds another run than {self.folder}: set another --remote"
-        require(there == mine["run"] or not latest(self.folder), another)
+        require(
+            there == mine["run"] or not latest(self.folder),
+            f"{self.store.url} holds another run than {self.folder}: set another --remote",
+        )
         write_identity(self.cfg, mine | {"run": there})
 
     def release_lease(self) -> None:
@@ -331,9 +337,11 @@ class Mirror:
                 meta = remote_checkpoints.meta_of(self.store, each)
                 if not resume.has_trained_on(meta, self.cfg.skip_steps):
                     found.append(each)
-        fix = "set --resume=auto to resume it, or another --remote"
         begins = self.cfg.resume == "never" and not resume.was_restarted()
-        require(not (begins and found), f"{self.store.url} holds a run: {fix}")
+        require(
+            not (begins and found),
+            f"{self.store.url} holds a run: set --resume=auto to resume it, or another --remote",
+        )
         return found
 
     def download(self, found) -> bool:
@@ -492,8 +500,8 @@ class Mirror:
                 while time.monotonic() < end and not self.is_published():
                     time.sleep(POLL)
         elif not self.settled():
-            problem = f"{self.copied.name} is not in {self.store.url} yet"
-            program.print_error(f"{problem}: the same command copies the rest", "remote")
+            missing = f"{self.copied.name} is not in {self.store.url} yet"
+            program.print_error(f"{missing}: the same command copies the rest", "remote")
 
     def is_published(self) -> bool:
         """Whether the store has the checkpoint that was copied last as a whole."""

@@ -1,6 +1,6 @@
-"""Reporter: describes a run at its start; after each step the ranks agree, and a row is logged.
+"""What a run says: its description at the start, then a row of figures for each step.
 
-    queue step n + 1 on the GPU -> read the figures of step n -> the ranks agree -> log a row
+    queue step n + 1 on the GPU -> the ranks agree -> read the figures of step n -> log a row
 
 This logging lag of one step means that a GPU never waits for the host. A CPU has no queue, so there
 a step is read immediately.
@@ -15,7 +15,6 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 import checkpoint
 import data
@@ -38,130 +37,101 @@ class StepConsensus:
     stop_signal: int = 0  # stop the run: the number of the signal that a rank received
     save: bool = False  # save now: --save_minutes have passed
     no_save_running: bool = False  # no rank is still writing a checkpoint
-    no_copy_running: bool = False  # no rank is still copying one to --remote
-    bad_step: bool = False  # the step changed nothing: its loss or gradient was not finite
-    slowest_rank: int = 0  # the straggler, a global rank
-    slowest_by: float = 1.0  # its seconds outside collectives / those of the fastest rank
-    memory_gb: float = 0.0  # the peak of the rank that needs most
+    no_copy_running: bool = False  # with --remote: no rank is still copying one there
 
 
-def agree(
-    world,
-    stop_signal: int,
-    save: bool,
-    no_save_running: bool,
-    seconds: float,
-    memory_gb: float,
-    no_copy_running: bool = True,
-) -> StepConsensus:
-    """Combine what each rank wants: any rank's stop or save applies to all. A collective.
+def agree(world, signals, log, cadence, checkpointer, mirror=None) -> StepConsensus:
+    """Combine what each rank wants: any rank's stop or save applies to all. A collective."""
+    own = [
+        signals.stop_signal or log.stop_signal,
+        cadence.save_overdue(),
+        not checkpointer.settled(),
+        not (mirror and mirror.settled()),
+    ]
+    stop_signal, save, writing, copying = map(int, processes.all_max(own, world))
+    return StepConsensus(stop_signal, bool(save), not writing, not copying)
 
-    stop_signal: the signal that asks this rank to stop, 0 if none. seconds: this rank's time
-    outside collectives. memory_gb: its peak. For the others see StepConsensus.
+
+def of_all_ranks(world, seconds: float, memory_gb: float) -> tuple[float, int, float]:
+    """(memory_gb, slowest_rank, slowest_by) of a step. A collective.
+
+    seconds: this rank's time outside collectives. The straggler is the global rank with the
+    longest, `slowest_by` times that of the fastest. memory_gb: this rank's peak; the largest of
+    all is returned.
     """
-    seconds_of_rank = torch.zeros(world.global_size, dtype=torch.float64)
-    seconds_of_rank[world.global_rank] = seconds
-    own = [stop_signal, save, not no_save_running, not no_copy_running, memory_gb]
-    combined = torch.cat([torch.tensor(own, dtype=torch.float64), seconds_of_rank])
-    if world.global_size > 1:
-        dist.all_reduce(combined, op=dist.ReduceOp.MAX)
-    stop_signal, save, writing, copying = (int(wish) for wish in combined[:4])
-    seconds_of_rank = combined[5:].clamp(min=1e-6)
-    return StepConsensus(
-        stop_signal=stop_signal,
-        save=bool(save),
-        no_save_running=not writing,
-        no_copy_running=not copying,
-        slowest_rank=int(seconds_of_rank.argmax()),
-        slowest_by=round(float(seconds_of_rank.max() / seconds_of_rank.min()), 2),
-        memory_gb=float(combined[4]),
-    )
+    own = [0.0] * world.global_size
+    own[world.global_rank] = seconds
+    memory_gb, *of_ranks = processes.all_max([memory_gb, *own], world)
+    of_ranks = [max(seconds, 1e-6) for seconds in of_ranks]
+    slowest = max(of_ranks)
+    return memory_gb, of_ranks.index(slowest), round(slowest / min(of_ranks), 2)
 
 
 class Reporter:
-    """Reads the figures of each step, lets the ranks agree, and logs the step's row."""
+    """Reads the figures of each step and logs its row."""
 
-    def __init__(self, log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, first_step):
+    def __init__(self, log, model_cfg, cfg, world, peak, cadence, checkpointer, timer, first_step):
         """peak: FLOP/s of all devices together, or None. first_step: where the run starts."""
         self.log, self.model_cfg, self.cfg = log, model_cfg, cfg
         self.world, self.peak = world, peak
         self.flops_per_token = flops_per_token(model_cfg, cfg)
-        self.cadence, self.checkpointer, self.guard = cadence, checkpointer, guard
-        self.mirror = guard.lease.mirror
-        if self.mirror:
-            self.mirror.watch(checkpointer, first_step)
+        self.cadence, self.timer = cadence, timer
         self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, first_step)
         self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
         self.unread = collections.deque()
-        self.save_postponed = False  # the last step that was read was bad, and a save was wanted
         self.start_clock()
 
     def start_clock(self) -> None:
         """Time the next step from now: what came before is no training."""
         self.clock = time.perf_counter()
 
-    def agree_and_log(self, step: int, figures, read_now: bool) -> StepConsensus:
-        """Take the (loss, gradient norm, batch hash) of a step that was just queued. Read the steps
-        whose turn it is, and return what the ranks agree on after the last of them. A collective.
+    def record(self, step: int, figures, agreed: StepConsensus) -> bool:
+        """Take the (loss, gradient norm, batch hash) of a step that was just queued, and log the
+        steps whose turn it is: this one, too, if something follows it. A collective.
 
-        read_now: this step's turn has come as well. UserError after too many bad steps.
+        Returns whether the last step that was read is bad. UserError after too many bad steps.
         """
-        self.unread.append((step, start_reading(*figures), self.guard.straggler_timer.take()))
-        agreed = StepConsensus(save=self.save_postponed)
-        while self.unread:
-            read_all = read_now or agreed.save or agreed.stop_signal
-            if len(self.unread) <= self.lag and not read_all:
-                break
-            agreed = self.finish_step(*self.unread.popleft())
-        return agreed
+        self.unread.append((step, start_reading(*figures), self.timer.take()))
+        is_followed = self.cadence.must_read_now(step + 1)  # by an evaluation or a save
+        read_now = bool(is_followed or agreed.save or agreed.stop_signal)
+        is_bad = False
+        while len(self.unread) > (0 if read_now else self.lag):
+            oldest = self.unread.popleft()
+            is_bad = self.log_step(*oldest, always_shown=read_now and not self.unread)
+        return is_bad
 
-    def finish_step(self, step: int, read_figures, own_seconds) -> StepConsensus:
-        """Read one step, let the ranks agree, log."""
+    def log_step(self, step: int, read_figures, own_seconds, always_shown: bool) -> bool:
+        """Read one step and log its row. Returns whether it is bad."""
         loss, grad_norm, batch_hash = read_figures()  # the one wait for the device
         batch_hash = f"{batch_hash % 2**64:016x}"
         now = time.perf_counter()
         step_seconds, self.clock = now - self.clock, now
-        agreed = agree(
-            self.world,
-            stop_signal=self.guard.signals.stop_signal or self.log.stop_signal,
-            save=self.cadence.save_overdue(),
-            no_save_running=self.checkpointer.settled(),
-            seconds=own_seconds(),
-            memory_gb=runlog.memory_gb(self.world.device),
-            no_copy_running=not self.mirror or self.mirror.settled(),
+        is_bad = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
+        memory_gb, slowest_rank, slowest_by = of_all_ranks(
+            self.world, own_seconds(), runlog.memory_gb(self.world.device)
         )
-        if self.mirror and agreed.no_copy_running:
-            self.mirror.copy_newest()
-        agreed.bad_step = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
-        self.log_row(step, loss, grad_norm, batch_hash, step_seconds, agreed)
-        self.bad_steps.check()
-        self.save_postponed = agreed.save and agreed.bad_step
-        return agreed
 
-    def log_row(self, step, loss, grad_norm, batch_hash, step_seconds, agreed) -> None:
-        """Log the row of one step."""
-        is_followed = self.cadence.must_read_now(step + 1)  # by an evaluation or a save
         tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
         steps_taken = step + 1 - self.cadence.skips.before(step + 1)
         tokens_per_second = tokens / step_seconds
-        self.log.row(
-            {
-                "step": step + 1,
-                "tokens": steps_taken * tokens,
-                "loss": loss,
-                "lr": optim.learning_rate(step, self.cfg),
-                "grad_norm": grad_norm,
-                "batch_hash": batch_hash,
-                "skipped": agreed.bad_step,
-                "tokens_per_second": tokens_per_second,
-                "mfu": flops.utilization(self.flops_per_token, tokens_per_second, 1, self.peak),
-                "memory_gb": agreed.memory_gb,
-                "seconds": step_seconds,
-                "slowest_rank": agreed.slowest_rank,
-                "slowest_by": agreed.slowest_by,
-            },
-            always_shown=bool(agreed.bad_step or agreed.save or agreed.stop_signal or is_followed),
-        )
+        row = {
+            "step": step + 1,
+            "tokens": steps_taken * tokens,
+            "loss": loss,
+            "lr": optim.learning_rate(step, self.cfg),
+            "grad_norm": grad_norm,
+            "batch_hash": batch_hash,
+            "skipped": is_bad,
+            "tokens_per_second": tokens_per_second,
+            "mfu": flops.utilization(self.flops_per_token, tokens_per_second, 1, self.peak),
+            "memory_gb": memory_gb,
+            "seconds": step_seconds,
+            "slowest_rank": slowest_rank,
+            "slowest_by": slowest_by,
+        }
+        self.log.row(row, always_shown or is_bad)
+        self.bad_steps.check()
+        return is_bad
 
 
 def start_reading(*figures: torch.Tensor):

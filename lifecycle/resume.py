@@ -136,8 +136,10 @@ def newest_fit(cfg: TrainConfig) -> tuple[Path | None, list[tuple[Path, str, str
     unfit = []
     folder = Path(cfg.run_dir) / "checkpoints"
     for path in processes.rank_zero_decides(lambda: numbered(folder)[::-1]):
-        fix = "set --resume=auto to resume it, or another --run_dir"
-        require(cfg.resume != "never", f"{cfg.run_dir} holds {path}: {fix}")
+        require(
+            cfg.resume != "never",
+            f"{cfg.run_dir} holds {path}: set --resume=auto to resume it, or another --run_dir",
+        )
         kind, reason = why_unfit(path, cfg)
         if not kind:
             return path, unfit
@@ -148,8 +150,11 @@ def newest_fit(cfg: TrainConfig) -> tuple[Path | None, list[tuple[Path, str, str
 def require_not_imported(run_dir: str) -> None:
     """UserError if a run began from an imported step-0, which a new run there would not have."""
     imported = Path(run_dir) / "checkpoints" / "step-0"
-    problem = f"{run_dir} began from weights that were imported, which a new run would lose"
-    require(not imported.exists(), f"{problem}: import them again into another --run_dir")
+    require(
+        not imported.exists(),
+        f"{run_dir} began from weights that were imported, which a new run would lose: "
+        "import them again into another --run_dir",
+    )
 
 
 def was_restarted() -> bool:
@@ -186,10 +191,11 @@ def named_checkpoint(cfg: TrainConfig) -> Path:
         chosen = find(cfg.resume)
         newest = next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None)
         is_later = newest and number(newest) > read_meta(chosen)["step"]
-        problem = f"{cfg.run_dir} holds {newest}, which is later than {chosen}"
-        fix = "set --resume=auto to go on from there, or another --run_dir"
-        fix += " and another --remote" * bool(cfg.remote)
-        require(not is_later, f"{problem}: {fix}")
+        require(
+            not is_later,
+            f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set --resume=auto to go "
+            f"on from there, or another --run_dir{' and another --remote' * bool(cfg.remote)}",
+        )
         return chosen
 
     path = processes.rank_zero_decides(find_it)
@@ -240,22 +246,27 @@ def check_same(
 
     holds_adapters = bool(meta.get("lora_rank"))
     base = program.shell(f"--init_from={path.parent.parent}")
-    begin = f"begin with {base} and another --run_dir"
-    problem = f"{path} was {fingerprint}, not trained here"
-    require(holds_adapters or not is_imported, f"{problem}: {begin}")
+    require(
+        holds_adapters or not is_imported,
+        f"{path} was {fingerprint}, not trained here: begin with {base} and another --run_dir",
+    )
 
     both = saved["lora_rank"] and ours["lora_rank"]
     differences = differing(SAME_ADAPTERS if both else ["lora_rank"], saved, ours)
-    problem = f"{path} was trained with other adapters: {', '.join(differences)}"
-    require(not differences, f"{problem}. {fix}")
+    require(
+        not differences,
+        f"{path} was trained with other adapters: {', '.join(differences)}. {fix}",
+    )
     if is_imported:
         return  # adapters begin at step 0, on any data
 
     differences = differing(SAME_RUN, saved, ours)
     if fingerprint != data_fingerprint:
         differences.append(f"data {fingerprint} (here {data_fingerprint})")
-    problem = f"{path} was trained on other data or in another order: {', '.join(differences)}"
-    require(not differences, f"{problem}. {fix}")
+    require(
+        not differences,
+        f"{path} was trained on other data or in another order: {', '.join(differences)}. {fix}",
+    )
 
 
 def finished(start: Start, model_cfg: MPTConfig, cfg: TrainConfig) -> str:
@@ -269,10 +280,14 @@ def finished(start: Start, model_cfg: MPTConfig, cfg: TrainConfig) -> str:
         ours["init_from"] = saved["init_from"]
     differences = differing(SAME_TRAINING, saved, ours)
     if differences:
-        problem = f"{start.checkpoint} is of another run: {', '.join(differences)}"
-        raise UserError(f"{problem}. To train anew {anew}", on_all_ranks=True)
-    done = f"{cfg.run_dir}: finished, {start.checkpoint} has all {cfg.max_steps} steps"
-    return f"{done}. For more of them raise --max_steps; to train anew {anew}"
+        raise UserError(
+            f"{start.checkpoint} is of another run: {', '.join(differences)}. To train anew {anew}",
+            on_all_ranks=True,
+        )
+    return (
+        f"{cfg.run_dir}: finished, {start.checkpoint} has all {cfg.max_steps} steps. For more of "
+        f"them raise --max_steps; to train anew {anew}"
+    )
 
 
 def differing(names: list[str], saved: dict, ours: dict) -> list[str]:

@@ -113,8 +113,10 @@ class RunLog:
         be read.
         """
         folder = self.path.parent
-        fix = "put the file there that it points to"
-        program.require(not tokenizer_file.is_symlink(), f"{tokenizer_file} is a link: {fix}")
+        program.require(
+            not tokenizer_file.is_symlink(),
+            f"{tokenizer_file} is a link: put the file there that it points to",
+        )
         folder.mkdir(parents=True, exist_ok=True)
         rows, bad = read_metrics(folder) if os.path.lexists(self.path) else ([], [])
         files.write_atomically(folder / "config.json", config.to_json(model_cfg, cfg).encode())
@@ -155,9 +157,10 @@ class RunLog:
             self.append(self.unwritten)
             self.unwritten = b""
         except OSError as error:
-            problem = f"cannot write {self.path} now ({error.strerror})"
             if not was_waiting:
-                self.say(f"{problem}: its rows wait in memory")
+                self.say(
+                    f"cannot write {self.path} now ({error.strerror}): its rows wait in memory"
+                )
 
     def show(self, row: dict, always: bool) -> None:
         """Print a row; a step, unless `always`, only SCREEN_SECONDS after the one printed before.
@@ -250,9 +253,11 @@ def require_own_folder(run_dir) -> None:
     """
     for name in (*OWN_FILES, "lease.json"):
         path = Path(run_dir) / name
-        problem = f"{path} is a link, and a run changes nothing outside of its folder"
-        fix = "move there what it points to, or set another --run_dir"
-        program.require(not path.is_symlink(), f"{problem}: {fix}")
+        program.require(
+            not path.is_symlink(),
+            f"{path} is a link, and a run changes nothing outside of its folder: move there what "
+            "it points to, or set another --run_dir",
+        )
     fix = "set another --run_dir (logs of a launcher belong beside it)"
     files.require_ours(run_dir, OWN_MARKS, OWN_FILES, fix)
 
@@ -286,10 +291,12 @@ def put_aside(run_dir: str) -> Path:
     another disk; then all is as it was.
     """
     folder = Path(run_dir).resolve()  # if it is a link: beside its target, on the same disk
-    fix = "set another --run_dir"
     checkpoints = folder / "checkpoints"
-    problem = f"{run_dir} is finished, and its checkpoints are linked to another place"
-    program.require(not checkpoints.is_symlink(), f"{problem}: {fix}")
+    program.require(
+        not checkpoints.is_symlink(),
+        f"{run_dir} is finished, and its checkpoints are linked to another place: set another "
+        "--run_dir",
+    )
     aside = free_name(folder, 1)
     own = [*folder.glob("metrics.jsonl.damaged*"), *(folder / name for name in OWN_FILES)]
     moved = []
@@ -302,8 +309,9 @@ def put_aside(run_dir: str) -> Path:
         for new_path, path in moved:
             new_path.rename(path)
         aside.rmdir()
-        problem = f"cannot move the finished run to {aside} ({error.strerror})"
-        raise UserError(f"{problem}: {fix}") from error
+        raise UserError(
+            f"cannot move the finished run to {aside} ({error.strerror}): set another --run_dir"
+        ) from error
     return aside
 
 
@@ -325,8 +333,9 @@ def read_metrics(run_dir) -> tuple[list[dict], list[str]]:
     try:
         return files.read_json_lines(path, {"step": int}, fault, appended=True)
     except FileNotFoundError as error:
-        fix = "give a run folder, such as runs/demo"
-        raise UserError(f"no metrics in {str(run_dir)!r}: {fix}") from error
+        raise UserError(
+            f"no metrics in {str(run_dir)!r}: give a run folder, such as runs/demo"
+        ) from error
 
 
 def fault(row: dict) -> str:

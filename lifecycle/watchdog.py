@@ -31,9 +31,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import parallel
 import processes
 import program
-import tensor_parallel
 from processes import REPLY_TIMEOUT, SHOWN, SignsOfLife
 from program import RESUME_ME, UserError, out_of_memory, whoami
 
@@ -89,7 +89,7 @@ class StragglerTimer:
         self.marks = []  # begin, end, begin, end, ... of this step's timed forward passes
         self.scale = 1.0
         is_stage = hasattr(model, "pipe")
-        if tensor_parallel.layout_of(model).size == 1 and not is_stage:
+        if not parallel.is_cut(model) and not is_stage:
             model.transformer.norm_f.register_forward_pre_hook(self.mark)
             model.register_forward_hook(self.mark, prepend=True)
             return

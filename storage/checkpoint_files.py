@@ -339,8 +339,10 @@ def read_back(path: Path) -> None:
         raise
     except Exception as error:
         versions = f"Python {platform.python_version()} and torch {torch.__version__}"
-        problem = f"what {versions} have written cannot be read again ({reason_of(error)})"
-        raise UserError(f"{problem}: use another version of them") from error
+        raise UserError(
+            f"what {versions} have written cannot be read again ({reason_of(error)}): use another "
+            "version of them"
+        ) from error
 
 
 def require_weights(path: Path, metadata: Metadata, weights: dict) -> None:
@@ -357,10 +359,11 @@ def require_weights(path: Path, metadata: Metadata, weights: dict) -> None:
     differ = sorted(name for name in saved | wanted if saved.get(name) != wanted.get(name))
     if differ:
         first = differ[0]
-        shapes = f"{saved.get(first, 'missing')} instead of {wanted.get(first, 'none')}"
-        example = f"such as {files.shown(first)}: {shapes}"
-        count = f"{len(differ)} weights of {path}"
-        raise UserError(f"{count} do not match its settings, {example}")
+        raise UserError(
+            f"{len(differ)} weights of {path} do not match its settings, such as "
+            f"{files.shown(first)}: {saved.get(first, 'missing')} instead of "
+            f"{wanted.get(first, 'none')}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------

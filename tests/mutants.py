@@ -211,8 +211,8 @@ lora.py: test_lora.py::test_only_what_is_asked_for_trains
 
 a checkpoint has one tensor rank's parts as if they were whole tensors
 checkpoint.py: test_resharding.py::test_each_layout_saves_the_whole_and_loads_it
-- if layout.size == 1:
-+ if layout.size >= 1:
+- if layout is None:
++ if True:
 
 a resumed run trains with the saved learning rate, not with the one that is set
 checkpoint.py: test_checkpoint.py
@@ -272,8 +272,8 @@ lifecycle/lease.py: lifecycle/test_lease.py
 + fcntl.LOCK_SH
 
 only the rank that got the signal stops
-lifecycle/reporter.py: lifecycle/test_reporter.py lifecycle/test_stopping.py
-- dist.all_reduce(combined, op=dist.ReduceOp.MAX)
+processes.py: lifecycle/test_reporter.py lifecycle/test_stopping.py
+- dist.all_reduce(largest, op=dist.ReduceOp.MAX)
 + pass
 
 a resumed run drops the row of its last step

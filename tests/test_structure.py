@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, rooms_on_path
+from conftest import ROOT, flags_for, rooms_on_path
 
 # Each may import those before it. Names with a slash are folders. Some are only planned, as web/.
 ORDER = """
@@ -171,12 +171,28 @@ def python(*words, cwd=ROOT) -> str:
     return done.stdout
 
 
-def test_the_trainer_brings_in_what_training_uses_and_no_more():
-    """25 of our files at most."""
-    brought = set(python("-c", "import fsdp_train, sys; print(*sys.modules)").split()) & set(OURS)
-    assert len(brought) <= 25, sorted(brought)
-    rooms = {name.split(".")[0] for name in brought if "." in name}
-    assert rooms == {"storage", "text", "lifecycle"}, sorted(brought)
+PLAIN_RUN = """
+import os, sys
+import fsdp_train
+print(*sys.modules)
+fsdp_train.main(sys.argv[1:])
+print(*sys.modules, flush=True)
+os._exit(0)
+"""
+TINY = """--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32 --device=cpu
+    --global_batch_size=4 --microbatch_size=2 --max_steps=2 --warmup_steps=1 --eval_tokens=100
+    --run_dir=run""".split()
+
+
+def test_the_trainer_brings_in_what_training_uses_and_no_more(tiny_data, tmp_path):
+    """Of our files at most 23, and 27 once one process has trained: it has looked at the text."""
+    out = python("-c", PLAIN_RUN, *TINY, *flags_for(tiny_data), cwd=tmp_path)
+    first, *_, last = out.splitlines()
+    for line, most in ((first, 23), (last, 27)):
+        brought = set(line.split()) & set(OURS)
+        assert len(brought) <= most, sorted(brought)
+        rooms = {name.split(".")[0] for name in brought if "." in name}
+        assert rooms == {"storage", "text", "lifecycle"}, sorted(brought)
 
 
 def test_what_answers_at_once_imports_no_torch():

@@ -50,8 +50,7 @@ import program
 from config import TrainConfig
 from program import UserError, require
 from storage import files
-from storage.object_store import open_store
-from text import blocks, corpus, mixture
+from text import corpus
 from text import tokenizer as tokenizers
 from text.shards import (
     SUMMARY,
@@ -113,7 +112,11 @@ class Recipe:
     @functools.cached_property
     def store(self):
         """The object store that holds the shards, None if they are in a folder."""
-        return open_store(self.cfg.data_dir) if "://" in self.cfg.data_dir else None
+        if "://" not in self.cfg.data_dir:
+            return None
+        from storage.object_store import open_store  # here, since most runs do without
+
+        return open_store(self.cfg.data_dir)
 
     def summary(self) -> dict | None:
         """dataset.json, or None if there is none. UserError if it is damaged."""
@@ -232,6 +235,8 @@ class Recipe:
 
 def each_source(cfg: TrainConfig) -> list[tuple[TrainConfig, str]]:
     """(settings with its data set, name) of each source of a mixture, as Recipe takes them."""
+    from text import mixture  # here, since most runs do without
+
     sources = mixture.sources(cfg.mix)
     return [(dataclasses.replace(cfg, dataset=s.dataset), s.name) for s in sources]
 
@@ -455,6 +460,8 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
         f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
         "split it into several documents",
     )
+    from text import blocks  # here, since training on a folder does without
+
     blocks.write_index(folder)
 
     summary = {

@@ -36,20 +36,20 @@ def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
 
 
 @pytest.mark.parametrize(
-    "done, agreed, saves",
+    "done, agreed, is_bad, saves",
     [
-        (2, {}, False),
-        (3, {}, True),
-        (3, {"bad_step": True}, False),
-        (2, {"save": True}, True),
-        (2, {"save": True, "bad_step": True}, False),
-        (2, {"stop_signal": signal.SIGTERM, "bad_step": True}, True),
-        (10, {"bad_step": True}, True),
+        (2, {}, False, False),
+        (3, {}, False, True),
+        (3, {}, True, False),
+        (2, {"save": True}, False, True),
+        (2, {"save": True}, True, False),
+        (2, {"stop_signal": signal.SIGTERM}, True, True),
+        (10, {}, True, True),
     ],
 )
-def test_good_checkpoints_stay_during_bad_steps_unless_the_run_ends(done, agreed, saves):
+def test_good_checkpoints_stay_during_bad_steps_unless_the_run_ends(done, agreed, is_bad, saves):
     plan = Cadence(TrainConfig(max_steps=10, save_interval=3))
-    assert plan.must_save(done, StepConsensus(**agreed)) is saves
+    assert plan.must_save(done, StepConsensus(**agreed), is_bad) is saves
 
 
 def test_the_clock_for_saving(monkeypatch):

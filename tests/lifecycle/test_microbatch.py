@@ -201,6 +201,8 @@ def evaluated_with(world, flags):
 def test_evaluation_too_takes_what_fits(ranks, tiny_data, tmp_path, asked):
     flags = [*RUN, *flags_for(tiny_data), "--max_steps=1", "--warmup_steps=0"]
     flags += [f"--run_dir={tmp_path}", f"--microbatch_size={asked}"]
+    (tmp_path / "lease.json").write_text("null")  # of an earlier start, which left a record
+    (tmp_path / "microbatch.json").write_text("[]")
     assert ranks(1)(evaluated_with, flags) == [[2, 2]]
 
 

@@ -25,40 +25,40 @@ from planning.step_time import OURS, Constants
 from processes import World
 
 CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 1, CPU)
 
 
 def agree(world, wishes):
-    return vars(reporter.agree(world, *wishes[world.global_rank]))
+    """What the ranks agree on if each has its own (signal, save is overdue, save is done)."""
+    stop_signal, overdue, settled = wishes[world.global_rank]
+    nothing = SimpleNamespace(stop_signal=0)
+    cadence = SimpleNamespace(save_overdue=lambda: overdue)
+    checkpointer = mirror = SimpleNamespace(settled=lambda: settled)
+    signals = SimpleNamespace(stop_signal=stop_signal)
+    return reporter.agree(world, signals, nothing, cadence, checkpointer, mirror)
+
+
+def of_all_ranks(world, own):
+    return reporter.of_all_ranks(world, *own[world.global_rank])
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_one_rank_wants_happens_on_all(ranks, size):
-    def agreed(*wishes):
-        answers = ranks(size)(agree, (wishes * size)[:size])
+    def answer(function, *of_even_and_odd_ranks):
+        answers = ranks(size)(function, (of_even_and_odd_ranks * size)[:size])
         assert all(answer == answers[0] for answer in answers)
         return answers[0]
 
-    nothing = (0, False, True, 0.5, 2.0)
-    assert agreed(nothing) == {
-        "stop_signal": 0,
-        "save": False,
-        "no_save_running": True,
-        "no_copy_running": True,
-        "bad_step": False,
-        "slowest_rank": 0,
-        "slowest_by": 1.0,
-        "memory_gb": 2.0,
-    }
+    nothing = (0, False, True)
+    idle = reporter.StepConsensus(0, False, no_save_running=True, no_copy_running=True)
+    assert answer(agree, nothing) == idle
+    assert answer(of_all_ranks, (0.5, 2.0)) == (2.0, 0, 1.0)
     if size > 1:
-        stopping = agreed(nothing, (signal.SIGTERM, False, True, 0.1, 2.0))
-        assert stopping["stop_signal"] == signal.SIGTERM
-        saving = agreed(nothing, (0, True, False, 0.1, 3.5))
-        assert saving["save"] and not saving["no_save_running"] and saving["memory_gb"] == 3.5
-        slow, fast = (0, False, True, 30.0, 2.0), (0, False, True, 0.5, 2.0)
-        seconds = agreed(slow, fast)  # even and odd ranks
-        assert seconds["slowest_rank"] == 0 and seconds["slowest_by"] == 60
-        seconds = agreed(fast, slow)
-        assert seconds["slowest_rank"] == 1 and seconds["slowest_by"] == 60
+        stopping = answer(agree, nothing, (signal.SIGTERM, False, True))
+        assert stopping == replace(idle, stop_signal=signal.SIGTERM)
+        assert answer(agree, nothing, (0, True, False)) == reporter.StepConsensus(save=True)
+        assert answer(of_all_ranks, (30.0, 2.0), (0.5, 3.5)) == (3.5, 0, 60)
+        assert answer(of_all_ranks, (0.5, 2.0), (30.0, 2.0)) == (2.0, 1, 60)
 
 
 def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
@@ -122,17 +122,17 @@ class Lagging:
         self.cadence = Cadence(cfg)
         self.rows, self.always_shown = [], []
         self.signals = SimpleNamespace(stop_signal=0)
-        lease = SimpleNamespace(mirror=None)
-        timer = SimpleNamespace(take=lambda: lambda: 0.1)
+        self.log = SimpleNamespace(row=self.row, stop_signal=0)
+        self.checkpointer = SimpleNamespace(settled=lambda: True)
         self.reporter = reporter.Reporter(
-            SimpleNamespace(row=self.row, stop_signal=0),
+            self.log,
             MPTConfig(d_model=32, n_heads=2, n_layers=1),
             cfg,
-            World(0, 1, 0, 1, CPU),
+            ALONE,
             None,
             self.cadence,
-            SimpleNamespace(settled=lambda: True),
-            SimpleNamespace(signals=self.signals, straggler_timer=timer, lease=lease),
+            self.checkpointer,
+            SimpleNamespace(take=lambda: lambda: 0.1),
             first_step=0,
         )
         self.reporter.lag = 1
@@ -141,30 +141,33 @@ class Lagging:
         self.rows.append(row["step"])
         self.always_shown += [row["step"]] * always_shown
 
-    def take(self, step, loss=2.0, read_now=False):
-        """Queue a step; what the ranks agreed on."""
+    def take(self, step, loss=2.0) -> bool:
+        """Queue a step, and what follows it in the loop. Returns whether a save follows."""
         figures = torch.tensor(loss), torch.tensor(1.0), torch.tensor(7)
-        return self.reporter.agree_and_log(step, figures, read_now)
+        agreed = reporter.agree(ALONE, self.signals, self.log, self.cadence, self.checkpointer)
+        is_bad = self.reporter.record(step, figures, agreed)
+        return self.cadence.must_save(step + 1, agreed, is_bad)
 
 
 def test_on_a_gpu_a_step_is_read_after_the_next_one_is_queued():
-    run = Lagging()
-    assert run.take(0) == reporter.StepConsensus() and run.rows == []
-    assert run.take(1).no_save_running and run.rows == [1]
-    run.take(2, read_now=True)  # something follows step 3
+    run = Lagging(eval_interval=3)
+    run.take(0)
+    assert run.rows == []
+    run.take(1)
+    assert run.rows == [1]
+    run.take(2)  # an evaluation follows step 3
     assert run.rows == [1, 2, 3]
     run.take(3)
-    run.signals.stop_signal = signal.SIGTERM  # read with step 4, and then step 5 is read, too
-    assert run.take(4).stop_signal == signal.SIGTERM and run.rows == [1, 2, 3, 4, 5]
+    run.signals.stop_signal = signal.SIGTERM
+    assert run.take(4) and run.rows == [1, 2, 3, 4, 5]
 
 
 def test_a_save_that_a_bad_step_postponed_comes_with_the_next_good_one(monkeypatch):
     run = Lagging()
     run.take(0)
     monkeypatch.setattr(run.cadence, "save_overdue", lambda: True)
-    agreed = run.take(1, loss=math.nan)
-    assert run.rows == [1, 2] and not run.cadence.must_save(2, agreed)
-    assert run.cadence.must_save(3, run.take(2)) and run.rows == [1, 2, 3]
+    assert not run.take(1, loss=math.nan) and run.rows == [1, 2]
+    assert run.take(2) and run.rows == [1, 2, 3]
 
 
 def test_a_step_after_which_something_happens_is_always_shown():
