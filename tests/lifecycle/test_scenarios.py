@@ -160,12 +160,36 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tiny_data, tmp_path_factory):
+    """`undisturbed(layout, n)`: the rows of a run whose first n steps nothing befalls.
+
+    All scenarios of a layout share one.
+    """
+    known = {}
+
+    def rows_of(layout, n_steps):
+        if n_steps not in known.get(layout, {}):
+            size, of_layout = LAYOUTS[layout]
+            run = tmp_path_factory.mktemp("undisturbed")
+            flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, *of_layout, f"--run_dir={run}"]
+            answers = ranks(size)(train_here, [*flags, f"--max_steps={max(n_steps, 40)}"])
+            assert [status for status, *_ in answers] == [0] * size, answers
+            known[layout] = steps_of(run)
+        return known[layout]
+
+    return rows_of
+
+
 @pytest.mark.parametrize("name, layout, victim", CASES)
-def test_all_ranks_end_and_the_next_start_goes_on(ranks, tiny_data, tmp_path, name, layout, victim):
+def test_all_ranks_end_and_the_next_start_goes_on(
+    ranks, tiny_data, undisturbed, tmp_path, name, layout, victim
+):
     scenario, (size, of_layout), run = SCENARIOS[name], LAYOUTS[layout], tmp_path / "run"
     flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, *of_layout, *scenario.flags]
+    flags.append(f"--run_dir={run}")
     fault = functools.partial(scenario.when, victim, scenario.action) if scenario.action else None
-    with Job(tmp_path, size, fsdp_train.main, [*flags, f"--run_dir={run}"], fault) as job:
+    with Job(tmp_path, size, fsdp_train.main, flags, fault) as job:
         if scenario.signal:
             saves = scenario.flags[0] != "--save_interval=0"
             wait_for(lambda: checkpoint.latest(run) if saves else steps_done(run) >= 3)
@@ -175,10 +199,14 @@ def test_all_ranks_end_and_the_next_start_goes_on(ranks, tiny_data, tmp_path, na
         assert set(statuses) == {scenario.status}, job.log()
         assert_said(job, scenario, victim, run)
 
-    last = steps_done(run)
+    end = steps_done(run) + 3
     fault = fault if scenario.lasts else None
-    goes_on(ranks(size), [*flags, f"--max_steps={last + 3}"], tmp_path, fault)
-    assert sorted(steps_of(run)) == list(range(1, last + 4))
+    answers = ranks(size)(train_here, [*flags, f"--max_steps={end}"], fault)
+    assert [status for status, *_ in answers] == [0] * size, answers
+    rows = steps_of(run)
+    assert sorted(rows) == list(range(1, end + 1))
+    is_halved = (run / "microbatch.json").exists()  # so sums have another order
+    assert_same(rows, undisturbed(layout, end), is_halved)
 
 
 def assert_said(job, scenario, victim, run) -> None:
@@ -199,13 +227,7 @@ def assert_said(job, scenario, victim, run) -> None:
     assert lease.read_lease(run / "lease.json") is None
 
 
-def goes_on(pool, flags, folder, fault) -> None:
-    """The next start, under the same circumstances, and an undisturbed run give the same rows."""
-    for name, prepare in [("run", fault), ("undisturbed", None)]:
-        answers = pool(train_here, [*flags, f"--run_dir={folder / name}"], prepare)
-        assert [status for status, *_ in answers] == [0] * len(answers), answers
-    found, wanted = (steps_of(folder / name) for name in ("run", "undisturbed"))
-    is_halved = (folder / "run/microbatch.json").exists()  # so sums have another order
+def assert_same(found, wanted, is_halved) -> None:
     for step, row in found.items():
         for key in ("loss", "grad_norm", "batch_hash", "tokens", "lr"):
             expected = wanted[step][key]

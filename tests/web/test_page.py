@@ -10,26 +10,23 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, rooms_on_path
+from conftest import PATIENCE, ROOT
+from launches import Program
 from servers import KEY, Served, wait_for
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
-from finetuning import lines  # noqa: E402
+from finetuning import end_trainings, lines  # noqa: E402
 
 from bench.page import FLAGS, write_run  # noqa: E402
-from web import app  # noqa: E402
-from web.jobs import Job  # noqa: E402
-from web.worker import pids_left  # noqa: E402
+from web import app, worker  # noqa: E402
 
 MS = 1000 * PATIENCE
 SIZES = [(1280, 860), (390, 844)]
@@ -264,15 +261,13 @@ def place(tiny_run, tmp_path):
     (tmp_path / "keys.txt").write_text(KEY)
     flags = ["--jobs=jobs", "--runs=runs", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
     server = Served(tmp_path, *flags)
-    command = [sys.executable, "-m", "web.worker", "jobs", "--poll_seconds=0.05"]
-    worker = subprocess.Popen(command, cwd=tmp_path, env=rooms_on_path())
+    flags = ["jobs", "--poll_seconds=0.05"]
+    trainer = Program(worker.main, flags, tmp_path, tmp_path / "worker.log")
     yield server
-    for process in (worker, server.process):
+    for process in (trainer, server.process):
         process.kill()
         process.wait()
-    for job in map(Job, (tmp_path / "jobs/jobs").glob("ftjob-*")):
-        for pid in pids_left(job):
-            os.kill(pid, signal.SIGKILL)
+    end_trainings(tmp_path)
 
 
 def choose_file(page, content) -> None:
