@@ -259,34 +259,23 @@ def below(root: Path, depth: int = DEPTH) -> list[tuple[str, Path]]:
     Also of folders that cannot be read, are empty, or hold another model: they are shown as such.
     """
     found = []
-    for name, names, folders in folders_of(root):
-        folder = root / name
-        is_shown = not folders and (not names or "config.json" in names)
-        if names is None or is_shown or not names.isdisjoint(MARKS):
-            found.append((name, folder))
+    for folder in folders_in(root):
+        names = names_in(folder)
+        is_run = names is None or not names.isdisjoint(MARKS)
+        is_odd = not names or "config.json" in names
+        if is_run or (is_odd and not folders_in(folder)):
+            found.append((folder.name, folder))
         elif depth > 1:
-            found += [(f"{name}/{rest}", inner) for rest, inner in below(folder, depth - 1)]
+            found += [(f"{folder.name}/{rest}", inner) for rest, inner in below(folder, depth - 1)]
     return found
 
 
-def folders_of(folder: Path) -> list[tuple[str, set | None, bool]]:
-    """(name, names of what is in it, whether folders are among these) of each folder in one.
-
-    The names are None if the folder cannot be read.
-    """
-    found = []
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in one, by name, without hidden ones and links."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
-                continue
-            try:
-                with os.scandir(entry.path) as inner:
-                    inside = [(each.name, each.is_dir(follow_symlinks=False)) for each in inner]
-            except OSError:
-                found.append((entry.name, None, False))
-                continue
-            found.append((entry.name, {name for name, _ in inside}, any(d for _, d in inside)))
-    return found
+        folders = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return sorted(folder / entry.name for entry in folders if entry.name[0] != ".")
+    return []
 
 
 def inside(root: Path, name: str) -> Path | None:

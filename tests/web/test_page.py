@@ -29,8 +29,7 @@ from bench.page import FLAGS, write_run  # noqa: E402
 from web import app, worker  # noqa: E402
 
 MS = 1000 * PATIENCE
-SIZES = [(1280, 860), (390, 844)]
-THEMES = ["light", "dark"]
+LOOKS = [((1280, 860), "light"), ((390, 844), "dark")]  # a size, a theme
 
 
 @contextlib.contextmanager
@@ -141,7 +140,7 @@ def browser():
 class Visit:
     """A tab, which notes all that the console says."""
 
-    def __init__(self, browser, port, size=SIZES[0], theme="light"):
+    def __init__(self, browser, port, size=LOOKS[0][0], theme="light"):
         width, height = size
         viewport = {"width": width, "height": height}
         self.context = browser.new_context(viewport=viewport, color_scheme=theme)
@@ -226,28 +225,23 @@ def test_names_that_every_object_has_break_no_view(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_step_of_a_run_appears_by_itself(browser, runs):
+def test_the_keyboard_is_enough_and_a_new_step_appears_by_itself(browser, runs):
     with viewer({"": runs}) as port:
-        page = Visit(browser, port).open("runs?run=team%2Fsecond")
+        page = Visit(browser, port).open("planner")
+        page.get_by_role("link", name="Runs").focus()
+        page.keyboard.press("Enter")
+        page.get_by_label("Choose team/second").focus()
+        page.keyboard.press("Space")
+        page.locator("#run-chart polyline").first.wait_for(state="attached")
+        page.locator("#run-chart .plot").focus()
+        page.keyboard.press("ArrowLeft")
+        assert "team/second" in page.locator("#run-chart .tip").inner_text()
+
         page.get_by_text("at step 300").wait_for()
         row = json.loads((runs / "team/second/metrics.jsonl").read_text().splitlines()[-1])
         with (runs / "team/second/metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, "step": 301, "loss": 1.2345}) + "\n")
         page.get_by_text("at step 301").wait_for()
-
-
-@pytest.mark.slow
-def test_the_keyboard_is_enough(browser, runs):
-    with viewer({"": runs}) as port:
-        page = Visit(browser, port).open("planner")
-        page.get_by_role("link", name="Runs").focus()
-        page.keyboard.press("Enter")
-        page.get_by_label("Choose team/first").focus()
-        page.keyboard.press("Space")
-        page.locator("#run-chart polyline").first.wait_for(state="attached")
-        page.locator("#run-chart .plot").focus()
-        page.keyboard.press("ArrowLeft")
-        assert "team/first" in page.locator("#run-chart .tip").inner_text()
 
 
 # --- The whole story
@@ -356,17 +350,16 @@ SEEN = {  # view: what is there as soon as it has loaded
 
 
 def look_at_all(browser, place, runs, folder) -> None:
-    """Each view in both sizes and themes: a picture, nothing too wide, readable for all."""
-    for size in SIZES:
-        for theme in THEMES:
-            visit = Visit(browser, place.port, size, theme)
-            visit.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{KEY}')")
-            for view, there in SEEN.items():
-                page = visit.open(runs if view == "runs" else view)
-                page.locator(there).first.wait_for(state="attached")
-                page.screenshot(path=folder / f"{view}-{size[0]}-{theme}.png", full_page=True)
-                too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-                assert too_wide <= 0, (view, size)
-                assert accessible(page) == [], (view, size, theme)
-            assert visit.errors() == []
-            visit.context.close()
+    """Each view in both looks: a picture, nothing too wide, readable for all."""
+    for size, theme in LOOKS:
+        visit = Visit(browser, place.port, size, theme)
+        visit.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{KEY}')")
+        for view, there in SEEN.items():
+            page = visit.open(runs if view == "runs" else view)
+            page.locator(there).first.wait_for(state="attached")
+            page.screenshot(path=folder / f"{view}-{theme}.png", full_page=True)
+            too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert too_wide <= 0, (view, size)
+            assert accessible(page) == [], (view, size, theme)
+        assert visit.errors() == []
+        visit.context.close()
