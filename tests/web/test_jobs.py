@@ -114,14 +114,6 @@ def test_a_key_has_few_jobs_at_a_time(tmp_path):
     assert client.post(JOBS, json=body).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["..", "%2e%2e", "ftjob-", "ftjob-" + "0" * 24, "%00"])
-def test_no_name_leaves_the_folder(tmp_path, name):
-    client = client_of(tmp_path)
-    for path in ("", "/events", "/checkpoints"):
-        assert client.get(f"{JOBS}/{name}{path}").status_code in (404, 405)
-    assert client.post(f"{JOBS}/{name}/cancel").status_code in (404, 405)
-
-
 @pytest.mark.parametrize("file", ["job.json", "state.json", "events.jsonl"])
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"status": 1, "model": 1, "message": 1}', None]
