@@ -196,7 +196,8 @@ class Program:
         self.running.append(self)
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.process.kill()
