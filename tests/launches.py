@@ -104,8 +104,8 @@ def start_server() -> None:
     """Start the process that forks the ranks, unless it runs. Its threads would not be forked."""
     before = dict(os.environ)
     os.environ.update(clean_environment(), PYTHONPATH=f"{ROOT}:{ROOT}/tests")
-    served = [name for name in ("serve", "web.server", "web.worker") if name in sys.modules]
-    FORKS.set_forkserver_preload([__name__, *served])
+    programs = ["serve", "web.server", "web.worker"] if "serve" in sys.modules else []
+    FORKS.set_forkserver_preload([__name__, *programs])
     multiprocessing.forkserver.ensure_running()
     os.environ.clear()
     os.environ.update(before)
