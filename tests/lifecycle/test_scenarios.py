@@ -140,23 +140,29 @@ SCENARIOS = {
     "is warned": Scenario(signal=signal.SIGUSR1, **ASKED),
     "is asked to end": Scenario(signal=signal.SIGTERM, **ASKED),
 }
+
+
+def at_length(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 CASES = [
     ("killed", "dp", 1),
     ("is warned", "dp", 1),
     slowly("is asked to end", "dp", 1),
     slowly("stands still", "dp", 0),  # which has the server through which the others talk
-    slowly("hangs in reading", "dp", 1),
     slowly("is out of memory", "dp", 1),
     slowly("is mistaken", "dp", 1),
     slowly("cannot save", "dp", 1),
     slowly("killed", "tp 2 x pp 2", 3),
     slowly("hangs in a step", "tp 2 x pp 2", 2),
     slowly("is out of memory", "tp 2 x pp 2", 3),
-    slowly("is mistaken", "tp 2 x pp 2", 3),
     slowly("cannot save", "tp 2 x pp 2", 3),
     slowly("is warned", "tp 2 x pp 2", 3),
-    pytest.param("stands still", "dp", 1, marks=pytest.mark.long),
-    pytest.param("stands still", "tp 2 x pp 2", 2, marks=pytest.mark.long),
+    at_length("stands still", "dp", 1),
+    at_length("stands still", "tp 2 x pp 2", 2),
+    at_length("hangs in reading", "dp", 1),
+    at_length("is mistaken", "tp 2 x pp 2", 3),
 ]
 
 
@@ -240,10 +246,8 @@ def assert_same(found, wanted, is_halved) -> None:
 
 POOLS = [
     (2, ["--sharding=FULL_SHARD"]),
-    slowly(2, ["--sharding=DDP"]),
     slowly(4, ["--tp=2", "--sequence_parallel", "--sharding=DDP"]),
     slowly(4, ["--pp=2", "--sharding=ZERO1"]),
-    slowly(4, ["--tp=2", "--pp=2"]),
 ]
 
 
@@ -309,14 +313,13 @@ def slower_attention(seconds, rank):
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, layout, slower",
     [
-        (2, ["--sharding=FULL_SHARD"], slower_norm),
-        (4, ["--tp=2", "--qk_ln", "--activation_checkpointing=selective"], slower_attention),
-        (4, ["--pp=2", "--n_layers=3"], slower_attention),  # the first stage has more layers
-        (4, ["--tp=2", "--pp=2"], slower_attention),
+        slowly(2, ["--sharding=FULL_SHARD"], slower_norm),
+        slowly(4, ["--tp=2", "--qk_ln", "--activation_checkpointing=selective"], slower_attention),
+        slowly(4, ["--pp=2", "--n_layers=3"], slower_attention),  # the first stage has more layers
+        at_length(4, ["--tp=2", "--pp=2"], slower_attention),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
