@@ -384,11 +384,10 @@ def test_a_store_that_is_down_delays_nothing(ranks, tmp_path, tiny_data, store):
 def test_the_wait_at_the_end_is_bounded(ranks, tmp_path, tiny_data, store):
     cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
     store.proxy.fault = lambda method, path: "refuse" if "distcp" in path else None
-    with mock.patch.object(cluster, "variables", store.variables):
-        prepare = functools.partial(impatient, store.variables)
-        folder = cluster.folder()
-        flags = [*cluster.flags, "--run_dir=run", "--max_steps=8"]
-        ((status, _, out),) = ranks(1)(train_in, str(folder), flags, prepare)
+    prepare = functools.partial(impatient, store.variables)
+    folder = cluster.folder()
+    flags = [*cluster.flags, "--run_dir=run", "--max_steps=8"]
+    ((status, _, out),) = ranks(1)(train_in, str(folder), flags, prepare)
     assert status == 0
     assert "waiting at most 1 s" in out
     assert "is not in s3://" in out and "the same command copies the rest" in out
