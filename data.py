@@ -84,10 +84,15 @@ class Split:
         self.tokens = sum(shard.header["tokens"] for shard in self.shards)
         self.text_bytes = sum(shard.header["text_bytes"] for shard in self.shards)
         self.vocab_size = self.shards[0].header["vocab_size"]
-        self.has_rows = self.shards[0].has_rows  # of prompts and responses
+        self.has_rows = self.shards[0].header["dtype"] == "int32"  # of prompts and responses
         self.learned = self.tokens
         if self.has_rows:
-            self.check_rows()
+            lengths = {shard.header.get("max_seq_len", 0) for shard in self.shards}
+            require(
+                lengths == {seq_len},
+                f"{folder} has rows made for max_seq_len {min(lengths)}, not {seq_len}: "
+                "set that, or prepare the data again with another --data_dir",
+            )
             self.learned = self.count("learned")
 
         sizes = [shard.header["tokens"] for shard in self.shards]
@@ -116,13 +121,6 @@ class Split:
             f"{self.count('cut'):,} examples cut to {self.seq_len} tokens, "
             f"{self.count('dropped'):,} dropped, since nothing in them is learned"
         )
-
-    def check_rows(self) -> None:
-        """UserError unless the rows have as many ids as a window has inputs."""
-        lengths = {shard.header.get("max_seq_len") for shard in self.shards}
-        fix = "set that, or prepare the data again with another --data_dir"
-        problem = f"{self.folder} has rows made for max_seq_len {sorted(map(str, lengths))[0]}"
-        require(lengths == {self.seq_len}, f"{problem}, not {self.seq_len}: {fix}")
 
     def __len__(self) -> int:
         """The number of windows, n."""
@@ -195,16 +193,15 @@ class Mixture:
         sources = self.sources[places]
         return sources, schedules * self.counts[sources] + self.numbers[places]
 
-    def batch(
-        self, seed: int, step: int, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1
-    ) -> np.ndarray:
-        """The rows of one data-parallel rank at one step, as of `Split.batch`."""
-        samples = samples_of(step, global_batch_size, dp_rank, dp_size)
+    batch = Split.batch
+
+    def rows(self, seed: int, samples: np.ndarray) -> np.ndarray:
+        """The rows of these samples, as of `Split.rows`."""
         sources, numbers = self.locate(samples)
         rows = np.empty((len(samples), self.splits[0].seq_len + 1), np.int64)
         for index, split in enumerate(self.splits):
             own = sources == index
-            rows[own] = split.windows(split.window_ids(seed, numbers[own]))
+            rows[own] = split.rows(seed, numbers[own])
         return rows
 
 
@@ -322,8 +319,11 @@ class Dataset:
             name = read_summary(folder)["tokenizer"]
             self.separator = tokenizer.load(name, self.tokenizer_file).eot
         n_ids = self.parts[0].train.vocab_size
-        problem = f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {places[0]}"
-        require(n_ids <= model_cfg.vocab_size, f"{problem}: raise it")
+        require(
+            n_ids <= model_cfg.vocab_size,
+            f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {places[0]}: "
+            "raise it",
+        )
 
     @property
     def epoch_tokens(self) -> int:

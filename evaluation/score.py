@@ -88,7 +88,7 @@ def indices_of(batch: list[Group]) -> list[int]:
 
 
 def grouped(requests, batch_tokens: int) -> list[Group]:
-    """Put each request into one group: those of one context where that fits a batch and pays."""
+    """Put each request into one group: those of one context, as many as fit a batch, if it pays."""
     of_context = defaultdict(list)
     for i, request in enumerate(requests):
         of_context[request.context.tobytes()].append(i)
@@ -97,13 +97,15 @@ def grouped(requests, batch_tokens: int) -> list[Group]:
     for members in of_context.values():
         shared = len(requests[members[0]].context)
         longest = max(len(requests[i].ids) for i in members)
-        fits = len(members) * (longest - 1) <= batch_tokens
-        # The second pass costs something, too: its tokens count against those that are saved.
-        saved = (len(members) - 1) * shared - sum(requests[i].count for i in members)
-        if shared > 1 and fits and saved > 0:
-            groups.append(Group(members, shared))
-        else:
-            groups += [Group([i]) for i in members]
+        most = max(1, batch_tokens // longest)
+        for first in range(0, len(members), most):
+            chosen = members[first : first + most]
+            # The second pass costs something, too: its tokens count against those that are saved.
+            saved = (len(chosen) - 1) * shared - sum(requests[i].count for i in chosen)
+            if shared > 1 and saved > 0:
+                groups.append(Group(chosen, shared))
+            else:
+                groups += [Group([i]) for i in chosen]
     return groups
 
 

@@ -116,10 +116,8 @@ class Steps:
 
     def __init__(self, run: Path):
         self.run = run
-        self.begin_again(None)
-
-    def begin_again(self, inode: int | None) -> None:
-        self.inode, self.size, self.found = inode, 0, {}
+        self.tail = files.Tail(run / "metrics.jsonl")
+        self.found = {}  # step -> numbers
 
     def above(self, last: int) -> list[tuple[int, dict]]:
         """(step, numbers) of the complete steps after `last`, in order."""
@@ -130,20 +128,15 @@ class Steps:
         return [item for item in self.found.items() if item[0] < newest or whole]
 
     def read(self) -> None:
-        """Read the lines that are new; all of them if the file is another one, or shorter."""
-        with contextlib.suppress(FileNotFoundError), open(self.run / "metrics.jsonl", "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self.inode or status.st_size < self.size:
-                self.begin_again(status.st_ino)
-            file.seek(self.size)
-            lines, newline, _ = file.read().rpartition(b"\n")
-            self.size += len(lines + newline)
+        """Read the lines that are new; all of them if the file is another one."""
+        with contextlib.suppress(FileNotFoundError):
+            is_another, lines = self.tail.read()
+            if is_another:
+                self.found = {}
             for line in lines.splitlines():
                 with contextlib.suppress(UserError):  # a damaged line, which the run reports
-                    self.add(files.parse_json(line, "a row", dict, {"step": int}))
-
-    def add(self, row: dict) -> None:
-        self.found.setdefault(row["step"], {}).update(numbers(row))
+                    row = files.parse_json(line, "a row", dict, {"step": int})
+                    self.found.setdefault(row["step"], {}).update(numbers(row))
 
 
 @dataclass

@@ -3,6 +3,7 @@
     read_json         a JSON value of the expected shape
     read_json_lines   the good rows of a .jsonl file, and what is wrong with the bad ones
     read_csv          the rows of a table
+    Tail              what is new in a file that grows
     member            the path of a file that another file names: a plain name in the same folder
     require_ours      a folder into which we write is empty, or ours already
     write_atomically  a file as a whole or not at all
@@ -193,6 +194,37 @@ def open_regular(path):
     os.close(descriptor)
     kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
     raise UserError(f"{path} is {kind}")
+
+
+class Tail:
+    """The lines of a file that grows, each once."""
+
+    def __init__(self, path):
+        self.path = path
+        self.inode = None
+        self.size = 0  # of the file
+        self.offset = 0  # bytes that have been read: complete lines
+        self.before = b""  # the last of these bytes
+
+    def read(self, n_bytes: int = -1) -> tuple[bool, bytes]:
+        """(whether it is another file now, the complete lines among the next n_bytes).
+
+        Another file, also one that was written anew in place, is read from its beginning.
+        Raises UserError or OSError.
+        """
+        with open_regular(self.path) as file:
+            status = os.fstat(file.fileno())
+            file.seek(self.offset - len(self.before))
+            is_same = status.st_ino == self.inode and file.read(len(self.before)) == self.before
+            if not is_same:
+                file.seek(0)
+                self.offset, self.before = 0, b""
+            lines, newline, _ = file.read(n_bytes).rpartition(b"\n")
+        lines += newline
+        self.inode, self.size = status.st_ino, status.st_size
+        self.offset += len(lines)
+        self.before = (self.before + lines)[-64:]
+        return not is_same, lines
 
 
 def member(folder: Path, name, source) -> Path:

@@ -7,14 +7,18 @@
         job.wait()                                       the exit status of each rank
         job.errors()                                     the error lines of all ranks
 
-The ranks of a Job are forked from one process that has imported the trainer. A program started as a
+    Program(serve.main, ["run"], folder, folder / "log")    a program of one process
+
+These are forked from one process that has imported the trainer. A program started as a
 user starts it needs two seconds of a core for each rank to import PyTorch.
 """
 
+import atexit
 import contextlib
 import io
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -26,6 +30,7 @@ from conftest import PATIENCE, ROOT, clean_environment
 
 import fsdp_train
 import processes
+import program
 from lifecycle import runlog
 from lifecycle.lease import Lease
 from processes import free_port, torchrun_variables
@@ -99,7 +104,8 @@ def start_server() -> None:
     """Start the process that forks the ranks, unless it runs. Its threads would not be forked."""
     before = dict(os.environ)
     os.environ.update(clean_environment(), PYTHONPATH=f"{ROOT}:{ROOT}/tests")
-    FORKS.set_forkserver_preload([__name__])
+    programs = ["serve", "web.server", "web.worker"] if "serve" in sys.modules else []
+    FORKS.set_forkserver_preload([__name__, *programs])
     multiprocessing.forkserver.ensure_running()
     os.environ.clear()
     os.environ.update(before)
@@ -167,12 +173,69 @@ def be_a_rank(folder: str, variables: dict, main, argv: list[str], fault) -> Non
     os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    log = os.open("log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    write_to("log")
     sys.argv = ["fsdp_train.py", *argv]
     with fault(int(variables["RANK"])) if fault else contextlib.nullcontext():
         processes.run(main)
+
+
+class Program:
+    """A program of one process, `main(argv)` in `folder`, which writes to the file `log`.
+
+    It has the methods of a Popen. n_files: how many files it may open.
+    """
+
+    running = []
+
+    def __init__(self, main, argv, folder: Path, log: Path, n_files: int | None = None):
+        start_server()
+        arguments = (main, list(map(str, argv)), str(folder), str(log), n_files)
+        self.process = FORKS.Process(target=be_a_program, args=arguments)
+        self.process.start()
+        self.pid = self.process.pid
+        self.running.append(self)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        self.process.join(seconds)
+        assert self.poll() is not None, "it does not end"
+        return self.poll()
+
+
+@atexit.register
+def end_programs() -> None:
+    """Those that a test which failed has left: Python would wait for them."""
+    for each in Program.running:
+        each.kill()
+
+
+def be_a_program(main, argv: list[str], folder: str, log: str, n_files: int | None) -> None:
+    """Run `main(argv)`, as `python PROGRAM argv` would."""
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    write_to(log)
+    if n_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))
+    sys.argv = ["program", *argv]
+    program.run(main)
+
+
+def write_to(log: str) -> None:
+    """What this process prints goes to the end of a file."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def wait_for(condition, seconds: float = PATIENCE) -> None:

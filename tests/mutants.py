@@ -404,9 +404,9 @@ web/worker.py: web/test_jobs.py::test_a_training_that_fails_ends_its_job_with_th
 an upload may have one wrong line
 web/files.py: web/test_uploads.py
 -     if faults:
--         raise WrongLines
+-         raise refusal_of
 +     if len(faults) > 1:
-+         raise WrongLines
++         raise refusal_of
 
 a curve loses the maximum between two of its points
 lifecycle/plot.py: web/test_runs.py

@@ -26,7 +26,6 @@ import torch
 from conftest import PATIENCE, ROOT, byte_level, refusal, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tqdm import tqdm
 
 import data
 from config import TrainConfig, load
@@ -39,7 +38,6 @@ from text.prepare import (
     SMALL_BYTES,
     SMALL_TOKENS,
     Recipe,
-    collect,
     open_or_prepare,
     prepare,
     read_summary,
@@ -124,9 +122,7 @@ def test_a_shard_is_a_header_and_raw_tokens(make):
     assert (summary["tokenizer"], summary["train_tokens"]) == ("bytes", header["tokens"])
 
 
-@pytest.mark.parametrize(
-    "fraction, every", [(0.1, 10), (0.02, 50), (0.25, 4), (0.5, 2), (0.005, 200)]
-)
+@pytest.mark.parametrize("fraction, every", [(0.02, 50), (0.25, 4), (0.005, 200)])
 def test_validation_takes_whole_documents(make, fraction, every):
     folder = prepare(make(TEXTS, val_fraction=fraction))
     # The first document is always in it, so it is never empty.
@@ -160,11 +156,9 @@ def test_finetuning_takes_the_bpe_of_its_base(make, tmp_path):
     assert made("bpe-280", base) == made("bpe-280", "")
 
 
-@pytest.mark.parametrize(
-    "texts, message", [([], "is empty"), (["", ""], "is empty"), (["one"], "one document only")]
-)
-def test_too_little_text(make, texts, message):
-    assert message in refusal(prepare, make(texts))
+def test_too_little_text(make):
+    for texts, message in (([], "is empty"), (["", ""], "is empty"), (["one"], "one document")):
+        assert message in refusal(prepare, make(texts))
 
 
 def test_ids_beyond_16_bits(tmp_path):
@@ -177,10 +171,9 @@ def test_ids_beyond_16_bits(tmp_path):
 # --- max_tokens
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
+def test_max_tokens_is_exact(large_text, undisturbed, tmp_path):
     """The limit lies inside the second of four chunks; the first chunk is not changed by it."""
-    folder = prepare(settings_for(large_text, tmp_path / "t", max_tokens=5_000_000), workers)
+    folder = prepare(settings_for(large_text, tmp_path / "t", max_tokens=5_000_000))
     assert Split(folder, "train", 64).tokens == read_summary(folder)["train_tokens"] == 5_000_000
     prepared = files(folder)
     bins = {"train-00000.bin", "train-00001.bin", "val-00000.bin", "val-00001.bin"}
@@ -190,36 +183,13 @@ def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
     assert undisturbed["train-00001.bin"][HEADER_BYTES:].startswith(second)
 
 
-def test_no_token_more_than_was_asked_for(tmp_path):
-    """Every limit from 1 to beyond the end of four chunks, and no limit."""
-    sizes = (5, 1, 7, 4)  # tokens of each chunk
-    ids = np.arange(sum(sizes), dtype=np.uint16)
-    ends = np.cumsum(sizes)
-    for limit in [*range(1, sum(sizes) + 3), 0]:
-        results = []
-        for number, part in enumerate(np.split(ids, ends[:-1])):
-            path = tmp_path / f"train-{number:05d}.bin"
-            shards.write_ids(path, part, ABOUT)
-            results.append((path, len(part)))
-        n_chunks, tokens = collect(iter(results), limit, tqdm(disable=True))
-
-        kept = np.concatenate([Shard(path).ids for path, _ in results[:n_chunks]])
-        wanted = ids[: limit or len(ids)]
-        assert np.array_equal(kept, wanted) and tokens == len(wanted), limit
-        assert n_chunks == np.searchsorted(ends, len(wanted)) + 1, limit
-
-
-def test_one_token_more_than_is_there_is_prepared(make):
-    for limit, wanted in ((1000, 1000), (1001, 1001), (1000, 1001), (1002, 1002)):
-        folder = open_or_prepare(make(TEXTS, max_tokens=limit))
-        assert Split(folder, "train", 16).tokens == wanted
-        assert read_summary(folder)["train_tokens"] == wanted
-
-
 def test_more_tokens_later_equal_more_tokens_at_once(make):
-    steps = [files(prepare(make(TEXTS, max_tokens=n))) for n in (1000, 3000, 0)]
-    fresh = [files(prepare(make(TEXTS, f"fresh{n}", max_tokens=n))) for n in (1000, 3000, 0)]
-    assert steps == fresh and steps[0] != steps[1] != steps[2]
+    """One more is more."""
+    limits = (1000, 1001, 3000, 0)
+    steps = [files(open_or_prepare(make(TEXTS, max_tokens=n))) for n in limits[:3]]
+    steps.append(files(prepare(make(TEXTS))))
+    fresh = [files(prepare(make(TEXTS, f"fresh{n}", max_tokens=n))) for n in limits]
+    assert steps == fresh and steps[0] != steps[1] != steps[2] != steps[3]
 
 
 def test_fewer_tokens_later_change_nothing_and_a_run_says_so(make, capsys):
@@ -284,25 +254,6 @@ def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
     assert b" the" in known and len(known) <= 279
 
 
-LARGE = {"one line": "the river and the old tree " * 37_000, "one word": "ab" * 500_000}
-
-
-@pytest.mark.parametrize(
-    "megabytes",
-    [pytest.param(10, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.long)],
-)
-@pytest.mark.parametrize("kind", LARGE)
-def test_a_large_document_is_prepared_in_time(tmp_path, kind, megabytes):
-    path = tmp_path / "long.txt"
-    with open(path, "w") as file:
-        file.write("short<|endoftext|>")
-        file.writelines(LARGE[kind] for _ in range(megabytes))
-    begin = time.process_time()
-    folder = prepare(settings_for(path, tmp_path / "tokens", tokenizer="bpe-300"))
-    assert time.process_time() - begin < 240
-    assert read_summary(folder)["train_tokens"] > 10_000 * megabytes
-
-
 # --- interrupted, in parallel, damaged
 
 
@@ -363,7 +314,7 @@ def test_runs_that_start_together_share_one_preparation(make, monkeypatch, locks
 
         monkeypatch.setattr(fcntl, "flock", no_locks)
     alone = files(prepare(make(TEXTS, "alone", tokenizer="bpe-300")))
-    for attempt in range(5):
+    for attempt in range(2):
         cfg = make(TEXTS, f"shared-{attempt}", tokenizer="bpe-300")
         start = threading.Barrier(4)
 
@@ -392,39 +343,20 @@ def test_workers_change_no_byte(large_text, undisturbed, tmp_path):
     assert files(prepare(settings_for(large_text, tmp_path / "t"), workers=2)) == undisturbed
 
 
-def flip(path, byte, bit=0):
-    raw = bytearray(path.read_bytes())
-    raw[byte] ^= 1 << bit
-    path.write_bytes(raw)
-
-
 DAMAGE = {
     "deleted": lambda path: path.unlink(),
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda path: os.truncate(path, 0),
-    "only the header": lambda path: os.truncate(path, HEADER_BYTES),
     "header overwritten": lambda path: path.write_bytes(
         b"\0" * HEADER_BYTES + path.read_bytes()[HEADER_BYTES:]
     ),
-    "a key of the header": lambda path: flip(path, path.read_bytes().index(b"tokens")),
-    "one bit of the tokens": lambda path: flip(path, HEADER_BYTES + 100),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0\0"),
-}
-
-HEADERS = {  # field -> values that no valid header has
-    "dtype": ["O", "object", "float32", "uint8", "int64", ">u2", "(2,)u2", 7, None, ["u2"]],
-    "tokens": [-1, -(10**30), 2**62, 10**4000, 1.5, "7", None, True, [1], 10**9],
-    "documents": [-1, "1", 1e300],
-    "text_bytes": [0, -5, "9", float("nan")],
-    "vocab_size": [-1, "257", 2**70, None],
-    "sha256": [7, None, []],
-    "text_sha256": [7, None],
-    "format": ["other", 7, None],
+    "one token": lambda path: path.write_bytes(path.read_bytes()[:-2] + b"\7\0"),
 }
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage, split", [*((damage, "train") for damage in DAMAGE), ("one token", "val")]
+)
 def test_a_bad_shard_is_named_by_a_run_and_made_anew(make, damage, split):
     """The advice of the message works. So does an interrupted preparation, which checks all."""
     folder = prepare(make(TEXTS))
@@ -442,7 +374,7 @@ def test_a_bad_shard_is_named_by_a_run_and_made_anew(make, damage, split):
     assert files(prepare(make(TEXTS))) == before
 
 
-@pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin", "train-00007.bin"])
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00007.bin"])
 def test_shards_of_another_program_are_left_as_they_are(make, tmp_path, name):
     """They may have the same names, as the tokens of a large data set do."""
     cfg = replace(make(TEXTS), data_dir=str(tmp_path / "theirs"))
@@ -453,62 +385,26 @@ def test_shards_of_another_program_are_left_as_they_are(make, tmp_path, name):
     assert (tmp_path / "theirs" / name).read_bytes() == theirs
 
 
-@pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_cannot_be_is_named(tmp_path, name):
+def test_a_header_that_cannot_be_is_named(tmp_path):
+    """test_fuzz.py damages shards in other ways."""
     path = tmp_path / "train-00000.bin"
     shards.write_ids(path, np.arange(10, dtype=np.uint16), ABOUT)
     raw = path.read_bytes()
     header = json.loads(raw[:HEADER_BYTES])
-    for value in HEADERS[name]:
+    for name, value in (
+        ("dtype", "O"),
+        ("dtype", ">u2"),
+        ("dtype", None),
+        ("tokens", -1),
+        ("tokens", 2**62),
+        ("tokens", 10**4000),
+        ("vocab_size", "257"),
+        ("format", "other"),
+    ):
         changed = json.dumps(header | {name: value}).encode()
         path.write_bytes(changed.ljust(HEADER_BYTES)[:HEADER_BYTES] + raw[HEADER_BYTES:])
         message = refusal(Shard, path)
         assert message.startswith(f"{path} is damaged") and len(message) < 400
-
-
-@settings(max_examples=150, deadline=None)
-@given(place=st.integers(0, 2**20))
-def test_any_flipped_bit_is_a_clear_message_or_harmless(place, tmp_path_factory):
-    """A bit of the tokens is always noticed; one of the header, unless the tokens are right."""
-    path = tmp_path_factory.mktemp("flip") / "train-00000.bin"
-    ids = np.arange(50, dtype=np.uint16)
-    shards.write_ids(path, ids, ABOUT | {"text_sha256": "0" * 64})
-    raw = path.read_bytes()
-    header_bits = 8 * len(raw[:HEADER_BYTES].rstrip())  # without its padding
-    bits = [*range(header_bits), *range(8 * HEADER_BYTES, 8 * len(raw))]
-    byte, bit = divmod(bits[place % len(bits)], 8)
-    flip(path, byte, bit)
-    try:
-        shard = Shard(path)
-        shard.check_hash()
-    except UserError as error:
-        assert str(path) in str(error)
-    else:
-        assert byte < HEADER_BYTES and np.array_equal(shard.ids, ids)
-
-
-WRONG_SUMMARY = {
-    "fingerprint": 7,
-    "train_tokens": "many",
-    "max_tokens": None,
-    "val_fraction": [],
-    "source": {},
-    "tokenizer": 1,
-    "dataset": None,
-}
-
-
-@pytest.mark.parametrize("function", [prepare, open_or_prepare])
-def test_a_summary_of_the_wrong_shape_is_named(make, function):
-    folder = prepare(make(TEXTS))
-    path = folder / "dataset.json"
-    right = json.loads(path.read_text())
-    for name, value in WRONG_SUMMARY.items():
-        without = {key: content for key, content in right.items() if key != name}
-        for content in (right | {name: value}, without):
-            path.write_text(json.dumps(content))
-            message = refusal(function, make(TEXTS))
-            assert message.startswith(f"{path} is damaged") and f"delete {folder}" in message
 
 
 def test_other_files_in_the_folder_are_left_alone_and_never_read(make):
@@ -542,10 +438,10 @@ def test_a_folder_of_something_else_is_refused(make, tmp_path, function):
     assert str(folder) in refusal(function, settings_for(tmp_path / "other.txt", folder))
 
 
-@pytest.mark.parametrize("change", ["more text", "other letters", "same time", "json"])
+@pytest.mark.parametrize("change", ["more text", "same time", "json", "bpe"])
 def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys, change):
     """It is refused, the advice works, and a run that began before goes on as it was."""
-    name = "bytes"
+    name = "bpe-300" if change == "bpe" else "bytes"
     changed = tmp_path / "docs.jsonl"
     if change == "json":
         changed = tmp_path / "own.json"
@@ -556,8 +452,8 @@ def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys
     before, time_before = files(folder), changed.stat().st_mtime_ns
     if change == "json":
         byte_level("en").save(name)
-    elif change == "more text":
-        changed.write_bytes(changed.read_bytes() * 2)
+    elif change in ("more text", "bpe"):
+        write_lines(changed, *[{"text": "zebra quiz " * 50}] * 3)
     else:
         changed.write_bytes(changed.read_bytes().replace(b"number", b"Nummer"))
     if change == "same time":
@@ -576,14 +472,6 @@ def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys
     assert open_or_prepare(cfg) == folder
     fresh = replace(cfg, data_dir=str(tmp_path / "fresh"))
     assert files(folder) == files(prepare(fresh)) != before
-
-
-def test_a_bpe_of_other_text_is_trained_again(make):
-    prepare(make(TEXTS, tokenizer="bpe-300"))
-    other = ["zebra quiz " * 50] * 3
-    again = prepare(make(other, tokenizer="bpe-300"))
-    fresh = prepare(make(other, "fresh", tokenizer="bpe-300"))
-    assert files(again) == files(fresh)
 
 
 def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
@@ -697,31 +585,15 @@ def test_every_window_once_an_epoch_and_another_order_in_the_next(split):
     assert (first_epoch == np.array(first_tokens())).mean() < 0.05
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("dp_size", [2, 8])
 @pytest.mark.parametrize("step", [0, 26, 10**9])
 def test_any_number_of_ranks_sees_the_same_rows_in_the_same_order(split, dp_size, step):
-    """An epoch ends inside step 26."""
+    """An epoch ends inside step 26. The order depends on the seed and nothing else."""
     parts = [split.batch(1, step, 16, dp_rank, dp_size) for dp_rank in range(dp_size)]
     assert {len(rows) for rows in parts} == {16 // dp_size}
-    assert np.array_equal(np.concatenate(parts), split.batch(1, step, 16))
-
-
-def test_the_order_depends_on_the_seed_and_nothing_else(split):
     again = Split(split.folder, "train", SEQ_LEN)
-    assert np.array_equal(again.batch(1, 5, 16), split.batch(1, 5, 16))
-    assert not np.array_equal(split.batch(2, 5, 16), split.batch(1, 5, 16))
-
-
-def test_resuming_at_step_a_billion_costs_what_step_0_costs(split):
-    def seconds(step):
-        begin = time.thread_time()  # of the processor: others may use the machine, too
-        split.batch(1, step, 64)
-        return time.thread_time() - begin
-
-    turns = [(seconds(0), seconds(10**9)) for _ in range(20)]
-    early, late = (min(column) for column in zip(*turns, strict=True))
-    print(f"64 rows: {early * 1e3:.2f} ms at step 0, {late * 1e3:.2f} ms at step 1,000,000,000")
-    assert late < 4 * early
+    assert np.array_equal(np.concatenate(parts), again.batch(1, step, 16))
+    assert not np.array_equal(split.batch(2, step, 16), again.batch(1, step, 16))
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
@@ -739,20 +611,14 @@ def test_a_sequence_longer_than_the_data(make):
             assert f"has {longest:,}" in message
             assert ("another --data_dir" in message) == (name == "val")
         assert len(Split(folder, name, longest - 1)) == 1
-
-
-def test_shards_that_are_too_short_each_are_not_added_up(tmp_path):
-    for number in range(6):
-        path = tmp_path / f"val-{number:05d}.bin"
-        shards.write_ids(path, np.arange(20 + number, dtype=np.uint16), ABOUT)
-    message = refusal(Split, tmp_path, "val", 32)
-    assert "needs 33 tokens" in message and "longest of the 6 val files" in message
+    shards.write_ids(folder / "val-00001.bin", np.arange(20, dtype=np.uint16), ABOUT)
+    assert f"the 2 val files in {folder} has {longest:,}" in refusal(Split, folder, "val", longest)
 
 
 # --- the permutation
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 3000) | st.sampled_from([4**5, 4**5 + 1, 4**6 - 1, 2**16]),
     seed=st.integers(0, 2**40),
@@ -762,8 +628,8 @@ def test_a_permutation_of_any_number_is_one(n, seed):
         assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
 
-@pytest.mark.parametrize("n", [2**31 + 11, 10**12, 2**52])
-def test_huge_numbers(n):
+def test_huge_numbers():
+    n = 2**52
     permuted = permute(np.arange(n - 1000, n), n, 0, 0)
     assert len(set(permuted.tolist())) == 1000
     assert permuted.min() >= 0 and permuted.max() < n
@@ -781,7 +647,7 @@ def test_known_values():
     assert far_apart.tolist() == [891628714229, 543546693989, 29106836283]
 
 
-@pytest.mark.parametrize("seed, epoch", [(0, 0), (1337, 0), (1337, 1), (5, 40)])
+@pytest.mark.parametrize("seed, epoch", [(0, 0), (1337, 1)])
 def test_it_shuffles_as_well_as_chance(seed, epoch):
     """Batch means spread as those of random samples do, and neighbours are uncorrelated.
 
@@ -834,11 +700,3 @@ def test_an_error_while_reading_surfaces_at_its_step():
         for step, _ in prefetch(make, range(5), torch.device("cpu")):
             seen.append(step)
     assert seen == [0, 1]
-
-
-def test_preparing_needs_no_torch():
-    """data.py runs on login nodes and in worker processes; importing torch would take seconds."""
-    code = "import sys, data; print('torch' in sys.modules)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "False\n"

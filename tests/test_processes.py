@@ -126,7 +126,7 @@ processes.run(test_processes.sum_forever)
 def launched(tmp_path):
     """`launched(launcher)` runs PROGRAM in tmp_path by a launcher; `environment` is added."""
     started = []
-    program = tmp_path / "program.py"
+    program = tmp_path / "sum_forever.py"
     program.write_text(PROGRAM)
     paths = ":".join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/lifecycle")))
 

@@ -197,7 +197,7 @@ def test_the_trainer_brings_in_what_training_uses_and_no_more(tiny_data, tmp_pat
 
 def test_what_answers_at_once_imports_no_torch():
     light = "program config storage.files devices flops plan install text.corpus text.tokenizer "
-    light += "text.shards lifecycle.stopping lifecycle.cadence lifecycle.trackers"
+    light += "text.shards text.prepare data lifecycle.stopping lifecycle.cadence lifecycle.trackers"
     planning = [name for name in OURS if name.startswith("planning.")]
     code = "import importlib, sys\nfor n in sys.argv[1:]:\n    importlib.import_module(n)\n"
     code += "    if 'torch' in sys.modules: sys.exit(n)"

@@ -81,43 +81,39 @@ def pieces(content) -> list:
     return [content[begin : begin + BLOCK] for begin in range(0, len(content), BLOCK)]
 
 
-def checksums_of(shard: Shard) -> list[int]:
-    """The crc32 of each block of a shard. UserError if the shard is damaged."""
-    shard.check_hash()
-    return [zlib.crc32(piece) for piece in pieces(shard.ids.view(np.uint8))]
+def index_of(shards) -> bytes:
+    """The content of blocks.crc32 for these shards in order. UserError if one is damaged."""
+    headers, checksums = {}, []
+    for shard in shards:
+        shard.check_hash()
+        headers[shard.path.name] = shard.header
+        checksums += [zlib.crc32(piece) for piece in pieces(shard.ids.view(np.uint8))]
+    return Blocks(headers, np.array(checksums, np.uint32)).to_bytes()
 
 
 def write_index(folder: Path) -> None:
     """Write blocks.crc32 of a prepared folder. UserError if a shard is damaged."""
-    headers, checksums = {}, []
-    for path in shard_files(folder):
-        shard = Shard(path)
-        headers[path.name] = shard.header
-        checksums += checksums_of(shard)
-    index = Blocks(headers, np.array(checksums, np.uint32))
-    files.write_atomically(folder / NAME, index.to_bytes())
+    files.write_atomically(folder / NAME, index_of(map(Shard, shard_files(folder))))
 
 
 def write_index_in_store(url: str) -> None:
     """Write blocks.crc32 of a data set in a store: reads all of its shards once.
 
-    UserError if one is damaged. On disk there is one shard at a time.
+    UserError if one is damaged.
     """
     store = open_store(url)
-    headers, checksums = {}, []
-    sizes = store.sizes()
-    with tempfile.TemporaryDirectory() as name:
-        for key in sorted(sizes):
-            path = Path(name) / key
-            if not is_shard(key):
-                continue
-            store.download(key, path, sizes[key])
-            shard = Shard(path)
-            headers[key] = shard.header
-            checksums += checksums_of(shard)
-            path.unlink()
-    require(headers, f"no shards are in {url}: copy a folder there that data.py has made")
-    store.put(NAME, Blocks(headers, np.array(checksums, np.uint32)).to_bytes())
+    sizes = {name: size for name, size in sorted(store.sizes().items()) if is_shard(name)}
+    require(sizes, f"no shards are in {url}: copy a folder there that data.py has made")
+
+    def downloaded(folder: str):
+        for name, size in sizes.items():
+            path = Path(folder) / name
+            store.download(name, path, size)
+            yield Shard(path)
+            path.unlink()  # one at a time is on this disk
+
+    with tempfile.TemporaryDirectory() as folder:
+        store.put(NAME, index_of(downloaded(folder)))
 
 
 def check_index(path: Path, url: str, fingerprint: str) -> None:
@@ -133,8 +129,10 @@ def check_index(path: Path, url: str, fingerprint: str) -> None:
     line = bytes(content).partition(b"\n")[0]
     about = files.parse_json(line, where, dict, FIELDS, fix)
     require(about["format"] == FORMAT, f"{where} has another format: {fix}")
-    is_same = about["fingerprint"] == fingerprint
-    require(is_same, f"{where} is of other shards than dataset.json beside it: {fix}")
+    require(
+        about["fingerprint"] == fingerprint,
+        f"{where} is of other shards than dataset.json beside it: {fix}",
+    )
 
 
 def read_index(path: Path) -> Blocks:

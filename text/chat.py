@@ -27,7 +27,6 @@ it will be learned, or `python -m text.chat` for one of ours. Both take bytes fo
 set --tokenizer.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -56,7 +55,7 @@ ROLES = ("system", "user", "assistant", "tool")
 RESPONSES = ("response", "completion")
 MESSAGE_KEYS = ("role", "content", "weight")
 MOST_FAULTS = 20  # bad lines that one message names
-OLDEST_JINJA = "3.1.6"
+SAFE_JINJA = [3, 1, 6]  # in older versions a template can leave the sandbox
 SECONDS = 5.0  # of the processor, in which a template writes a conversation; usual are 0.001
 
 CHATML = (
@@ -71,12 +70,6 @@ SAMPLE = [
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "And 3+3?"},
     {"role": "assistant", "content": "6"},
-]
-
-WITH_EACH_ROLE = [
-    ("user", "assistant"),
-    ("system", "user", "assistant"),
-    ("user", "assistant", "tool"),
 ]
 
 # --------------------------------------------------------------------------------------------------
@@ -116,9 +109,9 @@ def examples(dataset: str, template: "Template"):
         if not faults:
             yield json.dumps([[turn.read, turn.written, turn.learn] for turn in turns])
 
-    more = "; and more" if len(faults) > MOST_FAULTS else ""
-    named = "; ".join(faults[:MOST_FAULTS]) + more
-    require(not faults, f"examples that cannot be used: {named}")
+    if len(faults) > MOST_FAULTS:
+        faults[MOST_FAULTS:] = ["and more"]
+    require(not faults, f"examples that cannot be used: {'; '.join(faults)}")
 
 
 def turns_from(example: str) -> list[Turn]:
@@ -176,27 +169,16 @@ def turns_of_messages(messages, template: "Template") -> list[Turn]:
     turns = []
     so_far = ""
     for number, asked, answered in zip(answers, written[::2], written[1::2], strict=True):
-        if asked.startswith(so_far) and not answered.startswith(asked):
-            check_question(template.text(texts[:number]), asked, answered)
-        continues = asked.startswith(so_far) and answered.startswith(asked)
-        problem = "chat_template renders an earlier turn differently once another follows"
-        require(continues, f"{problem}, so turns cannot be told apart")
+        require(
+            asked.startswith(so_far) and answered.startswith(asked),
+            "chat_template writes the turns before an answer differently, or its words with "
+            f"add_generation_prompt ({asked[-40:]!r}) are not those with which an answer begins: "
+            "give --chat_template a file in which each turn only adds to the text before it",
+        )
         weight = messages[number].get("weight")
         turns.append(Turn(asked[len(so_far) :], answered[len(asked) :], weight))
         so_far = answered
     return turns
-
-
-def check_question(before: str, asked: str, answered: str) -> None:
-    """UserError if the generation prompt of a template is not how its answers begin.
-
-    before: the messages as text; asked: these with the request for an answer; answered: with one.
-    """
-    words = asked[len(before) :]
-    problem = f"what chat_template writes with add_generation_prompt, {words[-40:]!r}"
-    fix = "give --chat_template a file that writes the same before an answer"
-    is_same_start = asked.startswith(before) and answered.startswith(before)
-    require(not is_same_start, f"{problem}, does not precede an answer: {fix}")
 
 
 def checked_messages(messages, last: tuple[str, ...] = ("assistant",)) -> list[dict]:
@@ -217,10 +199,10 @@ def checked_messages(messages, last: tuple[str, ...] = ("assistant",)) -> list[d
         role = message["role"]
         is_first_role = role in ("system", "user")
         require(before or is_first_role, f"{name} is of {role}, expected system or user first")
-        repeated = role == before and role != "tool"
-        require(not repeated, f"{name} is of {role} again: roles must alternate")
-        late = role == "system" and before
-        require(not late, f"{name} is of system, which can only be the first")
+        repeats = role == before and role != "tool"
+        require(not repeats, f"{name} is of {role} again: roles must alternate")
+        is_late = role == "system" and before
+        require(not is_late, f"{name} is of system, which can only be the first")
         checked.append(message)
         before = role
     require(before in last, f"the last message is of {before}, expected {' or '.join(last)}")
@@ -236,9 +218,10 @@ def check_message(message: dict, name: str) -> None:
     content = message.get("content")
     require(isinstance(content, str), f"{name} has content {shown(content)}, expected text")
     check_weight(message, name)
-    is_plain = role == "assistant" or "weight" not in message
-    belongs = "a weight belongs to a message of the assistant"
-    require(is_plain, f"{name} is of {role}: {belongs}: remove it")
+    require(
+        role == "assistant" or "weight" not in message,
+        f"{name} is of {role}: a weight belongs to a message of the assistant: remove it",
+    )
 
 
 def check_weight(values: dict, name: str) -> None:
@@ -284,23 +267,11 @@ class Template:
         if source != CHATML:  # ours
             require_safe_jinja(name)
             self.text(SAMPLE)
-        self.reserved = self.names_of_its_own(reserved) if reserved else [END_OF_TEXT]
-
-    def names_of_its_own(self, tokens: dict[str, SpecialToken]) -> list[str]:
-        """Special tokens, and those among the other ones that the template writes itself."""
-        others = {name: token for name, token in tokens.items() if not token.special}
-        written = ""
-        for roles in WITH_EACH_ROLE if others else ():
-            messages = [{"role": role, "content": ""} for role in roles]
-            with contextlib.suppress(UserError):  # not every template takes every role
-                written += self.text(messages, add_generation_prompt=True)
-        # Branches that were not taken may write it, too. Plain words may be names of variables.
-        in_source = {name for name in others if name in self.source and not name.isalnum()}
-        used = in_source | {name for name in others if name in written}
-        for name in used:
-            problem = f"{self.name} writes {name}, which other words can spell as well"
-            require(others[name].exact, f'{problem}: set its "special" to true in tokenizer.json')
-        return [name for name in tokens if name in used or name not in others]
+        if reserved:
+            # An added word, such as [INST], is the template's own if it is in the source.
+            self.reserved = [
+                marker for marker, token in reserved.items() if token.special or marker in source
+            ]
 
     @property
     def fingerprint(self) -> str:
@@ -330,9 +301,11 @@ class Template:
             self.start()
         texts = self.answer({"messages": messages, "cuts": cuts})["texts"]
         texts = [text.removeprefix(END_OF_TEXT).removesuffix(END_OF_TEXT) for text in texts]
-        fix = "give --chat_template a file without it"
-        inside = f"{self.name} writes {END_OF_TEXT} between turns"
-        require(not any(END_OF_TEXT in text for text in texts), f"{inside}: {fix}")
+        require(
+            not any(END_OF_TEXT in text for text in texts),
+            f"{self.name} writes {END_OF_TEXT} between turns: "
+            "give --chat_template a file without it",
+        )
         return texts
 
     def end_of_answer(self) -> str:
@@ -384,10 +357,11 @@ class Template:
 def require_safe_jinja(name: str) -> None:
     """UserError if the sandbox of the installed Jinja2 has holes. name: of the template."""
     installed = importlib.metadata.version("jinja2")
-    numbers, oldest = (list(map(int, re.findall(r"\d+", v))) for v in (installed, OLDEST_JINJA))
-    needs = f"{name} needs Jinja2 {OLDEST_JINJA} or later"
-    problem = f"{needs} (in version {installed} a template can run any code)"
-    require(numbers >= oldest, f"{problem}: pip install 'jinja2>={OLDEST_JINJA}'")
+    require(
+        [int(number) for number in re.findall(r"\d+", installed)] >= SAFE_JINJA,
+        f"{name} needs Jinja2 3.1.6 or later (in version {installed} a template can run any code): "
+        "pip install 'jinja2>=3.1.6'",
+    )
 
 
 def end(process: subprocess.Popen) -> str:
@@ -418,13 +392,8 @@ def load_template(path: str, reserved: dict[str, SpecialToken] | None = None) ->
         source = default_of(files.read_json(given).get("chat_template")) if is_there else None
         require(source, f"{given} has no chat_template")
     else:
-        source = text_of(given)
+        source = corpus.decoded(files.read_bytes(given, files.MAX_JSON), str(given))
     return Template(source, f"chat_template {path}", special_tokens_of(saved), reserved)
-
-
-def text_of(file: Path) -> str:
-    """The content of a file that is a template."""
-    return corpus.decoded(files.read_bytes(file, files.MAX_JSON), str(file))
 
 
 def default_of(templates) -> str | None:

@@ -50,10 +50,6 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 
-# Filters that mend a file. A mark is left out by iconv -f UTF-16, and dropped here otherwise.
-TO_UTF8 = "iconv -f {} -t UTF-8"
-TO_NO_ZEROS = r"tr -d '\000'"
-
 # About 16 kB of text that ends at a blank line, or else at the end of a line.
 PIECE = r"(?s).{1,16384}(?:.{0,16384}?\n\s*\n|.*?\n|.*\Z)"
 
@@ -174,9 +170,11 @@ def local_files(dataset: str) -> list[str]:
     has_file_suffix = name.lower().endswith(SUFFIXES + OTHER_SUFFIXES)
     exists = os.path.exists(dataset)
     may_be_on_hub = re.fullmatch(HUB_NAME, name) and not has_file_suffix and not exists
-    suffixes = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-    problem = f"dataset={dataset!r}: no {suffixes} file is there, nor an index.json of MDS shards"
-    require(paths or may_be_on_hub, problem + left_out(dataset))
+    require(
+        paths or may_be_on_hub,
+        f"dataset={dataset!r}: no {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file is there, "
+        f"nor an index.json of MDS shards{left_out(dataset)}",
+    )
     return paths
 
 
@@ -192,22 +190,22 @@ def require_one_kind(dataset: str, paths: list[str]) -> None:
 
     Beside text a table often lists its sources; beside a table a text often is its license.
     """
-    first = {}  # of each kind
-    for path in paths:
-        is_text = suffix_of(path) in SUFFIXES
-        kind = "tables" if suffix_of(path) in TABLES else "other text" if is_text else "MDS shards"
-        first.setdefault(kind, path)
-    kinds = sorted(first, key=["tables", "MDS shards", "other text"].index)
-    both = " and ".join(f"{kind} ({first[kind]})" for kind in kinds)
-    fix = " or ".join(like(first[kind], dataset) for kind in kinds)
-    require(len(kinds) <= 1, f"dataset={dataset!r} holds {both}: name one kind, as in {fix}")
-
-
-def like(path: str, dataset: str) -> str:
-    """The flag that names the files of a data set that have the suffix of one of them."""
-    folder = os.path.join(dataset, "**") if os.path.isdir(dataset) else os.path.dirname(path)
-    pattern = os.path.join(folder, "*" + os.path.splitext(path)[1])
-    return shell(f"--dataset={pattern}")
+    kinds = {
+        "tables": [path for path in paths if suffix_of(path) in TABLES],
+        "MDS shards": [path for path in paths if suffix_of(path) not in SUFFIXES],
+        "other text": [path for path in paths if suffix_of(path) in set(SUFFIXES) - set(TABLES)],
+    }
+    first = {kind: found[0] for kind, found in kinds.items() if found}
+    folder = os.path.join(dataset, "**") if os.path.isdir(dataset) else os.path.dirname(dataset)
+    suffixes = [os.path.splitext(path)[1] for path in first.values()]
+    flags = [shell(f"--dataset={os.path.join(folder, '*' + suffix)}") for suffix in suffixes]
+    require(
+        len(first) <= 1,
+        f"dataset={dataset!r} holds "
+        + " and ".join(f"{kind} ({path})" for kind, path in first.items())
+        + ": name one kind, as in "
+        + " or ".join(flags),
+    )
 
 
 def matches(dataset: str) -> list[str]:
@@ -299,15 +297,13 @@ def parquet_documents(path: str):
             columns = {field.name: str(field.type) for field in table.schema_arrow}
             has_text = columns.get("text") in ("string", "large_string", "string_view")
             require(has_text, f"{path} has no column 'text' of strings, only {columns}")
-
-            # A text that the file stores once and repeats a million times stays one text in memory.
-            table = pyarrow.parquet.ParquetFile(file, read_dictionary=["text"])
             for batch in table.iter_batches(columns=["text"]):
                 for text in batch.column(0):
                     yield text.as_py()
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            reason = program.one_line(error)
-            raise UserError(f"{path} is not a complete .parquet file: {reason}") from error
+            raise UserError(
+                f"{path} is not a complete .parquet file: {program.one_line(error)}"
+            ) from error
 
 
 def jsonl_documents(path: str):
@@ -323,8 +319,9 @@ def jsonl_documents(path: str):
             if not isinstance(text, str | None):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            wanted = 'expected one JSON object with a field "text"'
-            raise UserError(f"{path}, line {number}: {wanted}") from error
+            raise UserError(
+                f'{path}, line {number}: expected one JSON object with a field "text"'
+            ) from error
         yield text
 
 
@@ -374,31 +371,15 @@ def rows(dataset: str):
 def parsed(row):
     """What a row holds: a line of JSON, or None if it is not JSON. A row of the Hub is parsed.
 
-    UserError if a line is not UTF-8, or an object has a key twice, of which JSON would keep the
-    last.
+    UserError if a line is not UTF-8.
     """
     if not isinstance(row, bytes):
         return row
+    text = utf8(row, "it")
     try:
-        text = utf8(row, "it")
-    except UserError as error:
-        raise UserError(f"{error}: correct the line, or convert the file") from error
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except UserError:
-        raise
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def unique(pairs) -> dict:
-    """The object with these keys and values. UserError if a key occurs twice."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        counts = collections.Counter(name for name, _ in pairs)
-        repeated, _ = counts.most_common(1)[0]
-        raise UserError(f"it has {file_reader.shown(repeated)} more than once")
-    return values
 
 
 def raw_lines(path: str):
@@ -432,47 +413,28 @@ def decoded(raw: bytes, path: str, offset: int = 0) -> str:
     offset: where `raw` begins in the file. Raises UserError as `without_mark` and `utf8` do, with
     the command that converts the file.
     """
-    if offset == 0:
-        whole = raw
-        raw = without_mark(whole, path)
-        offset = len(whole) - len(raw)
+    text = raw if offset else without_mark(raw, path)
     try:
-        return utf8(raw, path, offset)
+        return utf8(text, path, offset + len(raw) - len(text))
     except UserError as error:
-        encoding = utf16_of(raw)
-        require(not encoding, wrong_encoding(path, encoding))
-        fix = "Convert it; from Latin-1 with " + in_place(TO_UTF8.format("LATIN1"), path)
-        if b"\0" in raw:
-            fix = "If it is text, remove its zero bytes: " + in_place(TO_NO_ZEROS, path)
-        raise UserError(f"{error}. {fix}") from error
+        likely = "UTF-16LE" if raw.count(b"\0") > len(raw) / 4 else "LATIN1"
+        raise UserError(f"{error}: if it is {likely}, with {conversion(path, likely)}") from error
 
 
 def without_mark(raw: bytes, path: str) -> bytes:
     """The first bytes of a file without UTF-8's mark. UserError for that of another encoding."""
     for mark, encoding in BYTE_ORDER_MARKS.items():
-        require(not raw.startswith(mark), wrong_encoding(path, encoding))
+        require(
+            not raw.startswith(mark),
+            f"{path} is {encoding}, not UTF-8: convert it with {conversion(path, encoding)}",
+        )
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
-def utf16_of(raw: bytes) -> str:
-    """UTF-16LE or UTF-16BE if these bytes look like its text, without a mark; else ""."""
-    zeros = [raw[first::2].count(0) for first in (0, 1)]  # of most letters, one of the two bytes
-    for few, many, encoding in ((0, 1, "UTF-16LE"), (1, 0, "UTF-16BE")):
-        if zeros[many] > max(3, len(raw) / 4) and zeros[few] < len(raw) / 20:
-            return encoding
-    return ""
-
-
-def wrong_encoding(path: str, encoding: str) -> str:
-    """What a message says of a file in another encoding."""
-    command = in_place(TO_UTF8.format(encoding), path)
-    return f"{path} is {encoding}, not UTF-8: convert it with {command}"
-
-
-def in_place(command: str, path: str) -> str:
-    """The shell command that changes a file by a filter."""
+def conversion(path: str, encoding: str) -> str:
+    """The shell command that converts a file to UTF-8."""
     old, new = shell(path), shell(f"{path}.new")
-    return f"{command} < {old} > {new} && mv {new} {old}"
+    return f"iconv -f {encoding} -t UTF-8 < {old} > {new} && mv {new} {old}"
 
 
 def utf8(raw: bytes, name: str, offset: int = 0) -> str:
@@ -481,15 +443,18 @@ def utf8(raw: bytes, name: str, offset: int = 0) -> str:
     name, offset: what holds them, and from where, for the UserError that names the first byte that
     is not UTF-8 or is zero (text has no zero bytes).
     """
-    bad_offsets = [raw.find(b"\0")]  # -1: there is none
     try:
-        text = raw.decode()
+        text, bad = raw.decode(), len(raw)
     except UnicodeDecodeError as error:
-        bad_offsets.append(error.start)
-    bad = min((at for at in bad_offsets if at >= 0), default=None)
-    if bad is not None:
-        place = f"byte 0x{raw[bad]:02x} at offset {offset + bad:,}"
-        raise UserError(f"{name} is not UTF-8 text: {place}")
+        text, bad = "", error.start
+    zero = raw.find(b"\0", 0, bad)
+    if zero >= 0:
+        bad = zero
+    require(
+        bad == len(raw),
+        f"{name} is not UTF-8 text: byte 0x{raw[bad : bad + 1].hex()} at offset {offset + bad:,}. "
+        "Correct it, or convert the file",
+    )
     return text
 
 
@@ -512,14 +477,18 @@ def hub_rows(dataset: str):
     from storage import downloads  # here, since most runs do without
 
     name, _, subset = dataset.partition(":")
-    fix = "use local files (--dataset='my/*.txt') or --dataset=stdlib"
     try:
         yield from downloads.hub_dataset(name, subset or None, "train", streaming=True)
     except FileNotFoundError as error:
-        problem = f"dataset={dataset!r} is neither a local file nor a data set on the Hub"
-        raise UserError(f"{problem}: {fix}") from error
+        raise UserError(
+            f"dataset={dataset!r} is neither a local file nor a data set on the Hub: name one, "
+            "as in --dataset='my/*.txt', or take --dataset=stdlib"
+        ) from error
     except OSError as error:
-        raise NoHub(f"cannot reach the Hub for dataset={dataset!r}: {fix}") from error
+        raise NoHub(
+            f"cannot reach the Hub for dataset={dataset!r}: use local files "
+            "(--dataset='my/*.txt') or --dataset=stdlib"
+        ) from error
     except ValueError as error:  # e.g. the subset is missing, and the message lists the subsets
         reason = " ".join(str(error).split())
         raise UserError(f"dataset={dataset!r}: {reason} (write it {name}:SUBSET)") from error

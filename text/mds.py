@@ -22,7 +22,6 @@ Run `python -m text.mds FOLDER/index.json` to list its shards and check them.
 import functools
 import hashlib
 import json
-import os
 import re
 import struct
 import sys
@@ -76,8 +75,11 @@ class IndexedShard:
         """The number of the column to read. LLM Foundry, too, prefers text to ids."""
         names = self.about["column_names"]
         found = [name for name in ("text", "tokens") if name in names]
-        shown = ", ".join(map(files.shown, names[:9]))
-        require(found, f"{self.index} has no column 'text' or 'tokens', only {shown}")
+        require(
+            found,
+            f"{self.index} has no column 'text' or 'tokens', only "
+            + ", ".join(map(files.shown, names[:9])),
+        )
         return names.index(found[0])
 
     @property
@@ -87,8 +89,9 @@ class IndexedShard:
 
     def require(self, condition: bool, fault: str) -> None:
         """UserError naming the shard and the fault, unless `condition` holds."""
-        fix = "copy it again from where it came from"
-        require(condition, f"{self.path} is damaged ({fault}): {fix}")
+        require(
+            condition, f"{self.path} is damaged ({fault}): copy it again from where it came from"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -113,8 +116,10 @@ def shards(indexes: list[str]) -> list[IndexedShard]:
     for_validation = [path for path in indexes if re.match("val|test|eval", Path(path).parent.name)]
     others = [path for path in indexes if path not in for_validation]
     if for_validation and others:
-        both = f"{for_validation[0]} is for validation, and {others[0]} is not"
-        raise UserError(f"{both}: name one, {program.shell(f'--dataset={others[0]}')}")
+        raise UserError(
+            f"{for_validation[0]} is for validation, and {others[0]} is not: "
+            f"name one, {program.shell(f'--dataset={others[0]}')}"
+        )
 
     found = {}
     for path in sorted(indexes, key=lambda path: (path.count("/"), path)):
@@ -185,8 +190,10 @@ def documents(indexes: list[str], tokenizer=None):
     """
     found = shards(indexes)
     for shard in found:
-        fix = "copy it there"
-        require(shard.path.exists(), f"{shard.index} names {shard.path}, which is missing: {fix}")
+        require(
+            shard.path.exists(),
+            f"{shard.index} names {shard.path}, which is missing: copy it there",
+        )
     row_lengths = {}  # by index: the length of its rows, 0 if its samples are documents
     for shard in found:
         if shard.is_text:
@@ -245,28 +252,21 @@ def columns(shard: IndexedShard):
 
 def content_of(shard: IndexedShard):
     """The content of a shard, decompressed, its sizes and hashes checked."""
-    about = shard.about["raw_data"]
-    if shard.path == shard.raw:
-        return read(shard, about)
-    content = decompressed(shard, read(shard, shard.about["zip_data"]))
-    shard.require(len(content) == about["bytes"], f"not {about['bytes']:,} bytes, decompressed")
-    check_hashes(shard, content, about["hashes"])
-    return content
-
-
-def read(shard: IndexedShard, about: dict) -> bytes:
-    """The file of a shard. about: what the index says of it."""
+    is_raw = shard.path == shard.raw
     with files.open_regular(shard.path) as file:
-        size = os.fstat(file.fileno()).st_size
-        shard.require(size == about["bytes"], f"{size:,} bytes instead of {about['bytes']:,}")
         content = file.read()
-    check_hashes(shard, content, about["hashes"])
+    check(shard, content, shard.about["raw_data" if is_raw else "zip_data"])
+    if not is_raw:
+        content = decompressed(shard, content)
+        check(shard, content, shard.about["raw_data"])
     return content
 
 
-def check_hashes(shard: IndexedShard, content, hashes: dict) -> None:
-    """UserError unless the content has these hashes (name -> hexadecimal digits)."""
-    for name, expected in hashes.items():
+def check(shard: IndexedShard, content, about: dict) -> None:
+    """UserError unless a file is what the index says of it: its size and hashes."""
+    size = about["bytes"]
+    shard.require(len(content) == size, f"{len(content):,} bytes instead of {size:,}")
+    for name, expected in about["hashes"].items():
         if name in XXHASHES:
             import xxhash  # comes with `datasets`
 
@@ -286,9 +286,9 @@ def decompressed(shard: IndexedShard, content: bytes):
     codec = CODECS[shard.about["compression"].partition(":")[0]]
     try:
         if codec == "snappy":
-            # pyarrow believes `size`, and leaves the rest as it was. Texts shrink 22-fold at most.
-            is_size = snappy_size(content) == size <= 32 * len(content)
-            shard.require(is_size, f"not {size:,} bytes, decompressed")
+            # pyarrow believes `size`, and leaves the rest as it was.
+            found = snappy_size(content)
+            shard.require(found == size, f"{found:,} bytes instead of {size:,}")
             return pyarrow.Codec(codec).decompress(content, decompressed_size=size, asbytes=True)
         result = bytearray()
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), codec) as stream:
@@ -327,9 +327,11 @@ def ids(shard: IndexedShard, n_ids: int) -> list[np.ndarray]:
     """The ids of each sample. UserError if one of them is `n_ids` or more."""
     encoding = shard.about["column_encodings"][shard.column]
     match = NDARRAY.fullmatch(encoding)
-    known = "known are ndarray:int32 (or another integer; ndarray:int32:2048) and bytes"
-    is_known = match or encoding == "bytes"
-    require(is_known, f"{shard.index}: 'tokens' are {files.shown(encoding)}, {known}")
+    require(
+        match or encoding == "bytes",
+        f"{shard.index}: 'tokens' are {files.shown(encoding)}, "
+        "known are ndarray:int32 (or another integer; ndarray:int32:2048) and bytes",
+    )
 
     samples = list(columns(shard))
     if match:
@@ -339,8 +341,10 @@ def ids(shard: IndexedShard, n_ids: int) -> list[np.ndarray]:
     for row in rows:
         if not is_within(row, n_ids):
             wrong = row[(row < 0) | (row >= n_ids)][0]
-            fix = "set the --tokenizer that made them; if it did, the shard is damaged"
-            raise UserError(f"{shard.path} has the id {wrong}, of {n_ids:,} known ids: {fix}")
+            raise UserError(
+                f"{shard.path} has the id {wrong}, of {n_ids:,} known ids: "
+                "set the --tokenizer that made them; if it did, the shard is damaged"
+            )
     return rows
 
 
@@ -385,8 +389,10 @@ def export(folder: Path, out: Path, row_length: int, tokenizer) -> None:
     A sample is a row of `row_length` ids, as LLM Foundry writes them. What is left at the end of
     each of our shards is dropped.
     """
-    fix = "remove it, or name another folder"
-    require(not out.exists(), f"--export_mds: {out} is there already: {fix}")
+    require(
+        not out.exists(),
+        f"--export_mds: {out} is there already: remove it, or name another folder",
+    )
     n_rows = max(1, EXPORTED_BYTES // (4 * row_length))  # of a shard
     for split in ("train", "val"):
         place = out / split

@@ -155,18 +155,12 @@ class Recipe:
             settings |= {"chat_template": cfg.chat_template, **dataclasses.asdict(self.row_format)}
         return settings
 
-    def sources(self) -> dict[str, str]:
-        """Short hashes of the files of the data set, and of the chat template."""
-        if self.cfg.data_format == "text":
-            return {"source": self.source_hash()}
-        return {"source": self.source_hash(), "template": self.template_hash()}
-
     def source_hash(self) -> str:
         """A short hash that changes with the files of the data set.
 
         Of a chat, every byte counts, however large it is: people correct it by hand.
         """
-        if self.cfg.data_format == "chat":
+        if self.row_format:
             return corpus.content_hash(self.cfg.dataset)
         return corpus.source_state(self.cfg.dataset, HASH_BYTES)
 
@@ -178,18 +172,17 @@ class Recipe:
 
     def require_settings(self, summary: dict) -> None:
         """UserError if the folder was made with other settings."""
-        made_with = {"data_format": "text"} | summary  # summaries of text do not say it
+        made_with = {"data_format": "text"} | summary  # older summaries of text do not say it
         for key, value in self.settings().items():
-            saved = made_with.get(key)
-            if saved != value:
-                flag = f"--{key}={program.one_line(saved)}"
-                fix = f"set {program.shell(flag)}"
-                if self.source and key == "dataset":
-                    fix = "delete that folder if no run needs it"
-                raise UserError(
-                    f"{self.folder} was made with {flag}, not {value}: {fix}, "
-                    "or set another --data_dir"
-                )
+            flag = f"--{key}={program.one_line(made_with.get(key))}"
+            fix = f"set {program.shell(flag)}"
+            if self.source and key == "dataset":
+                fix = "delete that folder if no run needs it"
+            require(
+                made_with.get(key) == value,
+                f"{self.folder} was made with {flag}, not {value}: {fix}, "
+                "or set another --data_dir",
+            )
 
     def changed_files(self, summary: dict) -> list[str]:
         """The settings whose files are not those from which the folder was made.
@@ -206,31 +199,20 @@ class Recipe:
         has_template = not cfg.chat_template or Path(cfg.chat_template).exists()
         if self.row_format and has_template and self.template_hash() != summary.get("template"):
             changed.append(f"chat_template={cfg.chat_template}")
-        if self.tokenizer_changed():
+        given = self.given_tokenizer()
+        if given and given != self.read("tokenizer.json"):
             changed.append(f"tokenizer={cfg.tokenizer}")
         return changed
 
-    def tokenizer_changed(self) -> bool:
-        """Is a tokenizer.json that the settings name another one than its copy in the folder?
+    def given_tokenizer(self) -> bytes | None:
+        """The tokenizer.json of which the folder holds a copy. None: there is none, or not here.
 
-        Or that of a mixture's first source another one than here?
+        Of a mixture it is that of the first source; otherwise the file that the settings name.
         """
-        if of_first := self.tokenizer_of_first():
-            copy = self.folder / "tokenizer.json"
-            return not copy.exists() or files.read_bytes(copy) != files.read_bytes(of_first)
+        if self.first and (of_first := self.first.read("tokenizer.json")):
+            return of_first
         name = self.cfg.tokenizer
-        if not (name.endswith(".json") and os.path.exists(name)):
-            return False
-        content = self.read("tokenizer.json")
-        if content is None:
-            return True
-        # The second question is for a vocab.json, from which a tokenizer.json is made.
-        return files.read_bytes(name) != content and tokenizers.load(name).content != content
-
-    def tokenizer_of_first(self) -> Path | None:
-        """The tokenizer.json of the mixture's first source, if this is another and there is one."""
-        path = self.first and self.first.folder / "tokenizer.json"
-        return path if path and path.exists() else None
+        return tokenizers.json_of(name) if name.endswith(".json") and os.path.exists(name) else None
 
     def command(self) -> str:
         """The command that makes the folder, or one to be copied to the store.
@@ -264,8 +246,11 @@ def of_mixture(function, cfg: TrainConfig, *args) -> list[Path]:
 
     An error says of which.
     """
-    where = f"a mixture is read from folders of this machine, not from {cfg.data_dir}"
-    require("://" not in cfg.data_dir, f"{where}: set --data_dir to a folder, or leave it out")
+    require(
+        "://" not in cfg.data_dir,
+        f"a mixture is read from folders of this machine, not from {cfg.data_dir}: "
+        "set --data_dir to a folder, or leave it out",
+    )
     folders = []
     for of_source, name in each_source(cfg):
         try:
@@ -304,7 +289,8 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = ""):
         require_unchanged(recipe, summary)
         require_all_tokens(recipe, summary)
     if not summary or not (has_enough(summary, cfg.max_tokens) or has_begun(cfg)):
-        require_small(recipe, summary)
+        if not recipe.store:
+            require_small(recipe, summary)
         prepare(cfg, max_seq_len=max_seq_len, source=source)
         summary = read_summary(folder)
     if recipe.store:
@@ -332,7 +318,7 @@ def require_unchanged(recipe: Recipe, summary: dict) -> None:
         return
     since = f"{' and '.join(changed)} changed after {recipe.folder} was made"
     if has_begun(recipe.cfg):
-        print(f"note: {since}: this run takes the old tokens", file=sys.stderr, flush=True)
+        program.print_error(f"{since}: this run takes the old tokens", "note")
         return
     # Not prepared again here: a run that was trained on the old rows may want to go on with them.
     raise UserError(
@@ -363,12 +349,13 @@ def require_all_tokens(recipe: Recipe, summary: dict) -> None:
         f"{folder} holds only the first {n_tokens:,} training tokens: set --max_tokens={n_tokens}, "
         f"or make the rest if no run on these has to resume: {recipe.command()}",
     )
+    note = ""
     if has_fewer and has_begun(cfg):
-        fewer = f"{folder} holds {n_tokens:,} training tokens, fewer than --max_tokens asks for"
-        print(f"note: {fewer}: this run goes on with them", file=sys.stderr, flush=True)
+        note = "fewer than --max_tokens asks for: this run goes on with them"
     if 0 < cfg.max_tokens < n_tokens:
-        more = f"{folder} holds {n_tokens:,} training tokens, more than --max_tokens"
-        print(f"note: {more}: this run reads all of them", file=sys.stderr, flush=True)
+        note = "more than --max_tokens: this run reads all of them"
+    if note:
+        program.print_error(f"{folder} holds {n_tokens:,} training tokens, {note}", "note")
 
 
 def require_small(recipe: Recipe, summary: dict | None) -> None:
@@ -381,8 +368,6 @@ def require_small(recipe: Recipe, summary: dict | None) -> None:
     state = f"no data set is in {folder} yet"
     if summary:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
-    copying = f"prepare a folder and copy its files there: {recipe.command()}"
-    require(not recipe.store, f"{state}: {copying}")
     now = ["--dataset=stdlib --tokenizer=bpe-4096 (Python's own source)"] * (not cfg.mix)
     if not paths or cfg.mix:  # it is on the Hub
         now.append(f"--max_tokens={FIRST_SLICE} (a first slice: {FIRST_SLICE_COST})")
@@ -410,8 +395,11 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0, source: st
     """
     recipe = Recipe(cfg, max_seq_len, source)
     folder = recipe.folder
-    copying = f"prepare a folder and copy its files there: {recipe.command()}"
-    require(not recipe.store, f"{folder} is no folder of this machine: {copying}")
+    require(
+        not recipe.store,
+        f"{folder} lacks what is asked for, and it cannot be made there: prepare a folder and "
+        f"copy its files there: {recipe.command()}",
+    )
     if is_made(recipe, read_summary(folder)):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -448,16 +436,23 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
     files are those of crashes.
     """
     cfg, folder = recipe.cfg, recipe.folder
-    sources = recipe.sources()  # before the text is read: an edit from now on is a change
+    # Before the text is read: an edit from now on is a change.
+    hashes = {"source": recipe.source_hash()}
+    if recipe.row_format:
+        hashes["template"] = recipe.template_hash()
     if summary:
-        make_unfinished(recipe, summary)
+        if summary["tokenizer"].startswith("bpe") and recipe.changed_files(summary):
+            (folder / "tokenizer.json").unlink(missing_ok=True)  # it learned from other text
+        (folder / "dataset.json").unlink(missing_ok=True)
     if ignored := corpus.left_out(cfg.dataset):
         print(f"dataset={cfg.dataset}{ignored}", file=sys.stderr, flush=True)
     tokenizer = make_tokenizer(recipe)
     n_chunks, train_tokens = encode_dataset(recipe, tokenizer, workers)
-    remove_shards_from(folder, n_chunks)
-    fix = "name another one"
-    require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text, {fix}")
+    remove_what_is_left(folder, n_chunks, is_alone)
+    require(
+        n_chunks > 0,
+        f"dataset={cfg.dataset!r} is empty: no document has any text, name another one",
+    )
     if recipe.row_format:
         require_learned_tokens(recipe)
     require(
@@ -465,32 +460,19 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
         f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
         "split it into several documents",
     )
-    if is_alone:
-        remove_leftovers(folder)
     from text import blocks  # here, since training on a folder does without
 
     blocks.write_index(folder)
 
     summary = {
         **recipe.settings(),
-        **sources,
+        **hashes,
         "vocab_size": tokenizer.vocab_size,
         "max_tokens": cfg.max_tokens,
         "train_tokens": train_tokens,
         "fingerprint": fingerprint(folder),
     }
     files.write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
-
-
-def make_unfinished(recipe: Recipe, summary: dict) -> None:
-    """Remove the summary of a folder in which more tokens are wanted, a file has changed, or a
-    shard is missing. Shards that are still right are kept.
-
-    A `bpe-N` that was trained on other text goes, too.
-    """
-    if recipe.changed_files(summary) and summary["tokenizer"].startswith("bpe"):
-        (recipe.folder / "tokenizer.json").unlink(missing_ok=True)
-    (recipe.folder / "dataset.json").unlink(missing_ok=True)
 
 
 def make_tokenizer(recipe: Recipe):
@@ -503,17 +485,14 @@ def make_tokenizer(recipe: Recipe):
     name = tokenizers.canonical(cfg.tokenizer)
     path = recipe.folder / "tokenizer.json"
 
-    if of_first := recipe.tokenizer_of_first():
-        files.write_atomically(path, files.read_bytes(of_first))
-        return tokenizers.load(name, path)
-
     if name.endswith(".json") and (os.path.exists(name) or not path.exists()):
-        # Later runs read this copy: the original may be moved.
-        files.write_atomically(path, tokenizers.load(name).content)
-
-    of_base = file_of_base(cfg, name)
-    if of_base and not path.exists():
-        files.write_atomically(path, files.read_bytes(of_base))
+        tokenizers.load(name)  # an error names this file, not its copy
+    given = recipe.given_tokenizer()
+    if given is None and not path.exists():
+        of_base = file_of_base(cfg, name)
+        given = of_base and files.read_bytes(of_base)
+    if given:
+        files.write_atomically(path, given)  # later runs read this copy: the original may be moved
 
     if name.startswith("bpe") and not path.exists():
         print(f"training a tokenizer ({name}) on {cfg.dataset} ...", file=sys.stderr, flush=True)
@@ -561,8 +540,11 @@ def first_texts(cfg: TrainConfig, n_characters: int) -> list[str]:
     texts = []
     total = 0
     for text in documents_of(cfg):
-        fix = "set --tokenizer to the one that made them, gpt2 or its tokenizer.json"
-        require(isinstance(text, str), f"dataset={cfg.dataset!r} holds ids already: {fix}")
+        require(
+            isinstance(text, str),
+            f"dataset={cfg.dataset!r} holds ids already: set --tokenizer to the one that made "
+            "them, gpt2 or its tokenizer.json",
+        )
         texts.append(text[:n_characters])
         total += len(text)
         if total > n_characters:
@@ -573,20 +555,19 @@ def first_texts(cfg: TrainConfig, n_characters: int) -> list[str]:
 def encode_dataset(recipe: Recipe, tokenizer, workers: int) -> tuple[int, int]:
     """Encode the chunks of a data set into shards. Returns (chunks, training tokens)."""
     cfg, row_format = recipe.cfg, recipe.row_format
-    val_every = max(2, round(1 / cfg.val_fraction))  # 0.02: every 50th document
     # A row has examples of one chunk: the more there are to choose from, the fuller it gets.
     first_characters = corpus.CHUNK_CHARACTERS if row_format else corpus.FIRST_CHUNK_CHARACTERS
+    chunks = corpus.chunks(documents_of(cfg, tokenizer), first_characters)
+    val_every = max(2, round(1 / cfg.val_fraction))  # 0.02: every 50th document
+    # A worker process loads the tokenizer by its name: tiktoken's encodings cannot be pickled.
+    encode = functools.partial(encode_chunk, recipe.folder, tokenizer.name, val_every, row_format)
     style = {"unit": " tokens", "unit_scale": True, "delay": 2}  # drawn if it takes 2 seconds
     with tqdm(desc="tokens", total=cfg.max_tokens or None, **style) as bar:
-        chunks = counted(corpus.chunks(documents_of(cfg, tokenizer), first_characters), bar)
-        jobs = (
-            Job(recipe.folder, *chunk, val_every, tokenizer.name, row_format) for chunk in chunks
-        )
         if workers <= 1:
-            return collect(map(encode_chunk, jobs), cfg.max_tokens, bar)
+            return collect(map(encode, chunks), cfg.max_tokens, bar)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, context, initializer=program.end_with_parent) as pool:
-            results = bounded_map(pool, encode_chunk, jobs, depth=2 * workers)
+            results = bounded_map(pool, encode, chunks, depth=2 * workers)
             return collect(results, cfg.max_tokens, bar)
 
 
@@ -602,16 +583,6 @@ def bounded_map(pool, function, items, depth: int):
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
-
-
-def counted(chunks, bar):
-    """Pass chunks on unchanged, and show on the bar how much text was read so far."""
-    n_characters = 0
-    for number, first_document, documents in chunks:
-        if isinstance(documents[0], str):
-            n_characters += sum(map(len, documents))
-            bar.set_postfix_str(f"{n_characters / 1e6:,.1f} M characters read", refresh=False)
-        yield number, first_document, documents
 
 
 def collect(results, max_tokens: int, bar) -> tuple[int, int]:
@@ -634,67 +605,53 @@ def collect(results, max_tokens: int, bar) -> tuple[int, int]:
     return n_chunks, total
 
 
-def remove_shards_from(folder: Path, n_chunks: int) -> None:
-    """Remove shards of the chunks `n_chunks` and later, which workers encoded beyond max_tokens."""
+def remove_what_is_left(folder: Path, n_chunks: int, is_alone: bool) -> None:
+    """Remove shards that workers encoded beyond max_tokens, of the chunks `n_chunks` and later.
+
+    is_alone: remove temporary files of preparations that were killed, too.
+    """
     for path in shard_files(folder):
-        number = int(path.stem.split("-")[1])
-        if number >= n_chunks:
+        if int(path.stem.split("-")[1]) >= n_chunks:
             require_shard(path)
             path.unlink()
 
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files that killed preparations left."""
     ours = re.compile(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.crc32)\.")
-    for path in folder.glob("*.tmp"):
+    for path in folder.glob("*.tmp") if is_alone else ():
         if ours.match(path.name):
             path.unlink(missing_ok=True)
 
 
-@dataclass
-class Job:
-    """A chunk of documents, and how to encode it into two shards.
-
-    The tokenizer goes to a worker process by its name, since tiktoken's encodings cannot be
-    pickled.
-    """
-
-    folder: Path
-    number: int  # of the chunk
-    first_document: int  # its number in the data set
-    documents: list  # of texts, or of arrays of ids
-    val_every: int  # of so many documents, one is for validation
-    tokenizer_name: str
-    row_format: object  # `chat.RowFormat` of prompts and responses, None for text
-
-
-def encode_chunk(job: Job) -> tuple[Path, int]:
+def encode_chunk(folder: Path, tokenizer_name: str, val_every: int, row_format, chunk):
     """Encode one chunk into train-N.bin and val-N.bin, unless these are already right.
 
-    Returns the path of the training shard and its tokens.
+    chunk: its number, that of its first document, and its documents, which are texts or arrays of
+    ids. val_every: of so many documents, one is for validation. row_format: `chat.RowFormat` of
+    prompts and responses, None for text. Returns the path of the training shard and its tokens.
     """
-    row_format = job.row_format
-    tokenizer = tokenizers.load(job.tokenizer_name, job.folder / "tokenizer.json")
+    number, first_document, documents = chunk
+    tokenizer = tokenizers.load(tokenizer_name, folder / "tokenizer.json")
 
-    texts = {"train": [], "val": []}
-    for index, text in enumerate(job.documents, job.first_document):
-        split = "val" if index % job.val_every == 0 else "train"
-        texts[split].append(text)
+    of_split = {"train": [], "val": []}
+    for index, document in enumerate(documents, first_document):
+        of_split["val" if index % val_every == 0 else "train"].append(document)
 
-    for split in ("train", "val"):
-        path = job.folder / f"{split}-{job.number:05d}.bin"
-        made_from = [tokenizer.fingerprint, texts[split]]
+    for split, some in of_split.items():
+        path = folder / f"{split}-{number:05d}.bin"
+        made_from = [tokenizer.fingerprint, some]
         if row_format:
             made_from.append(str(row_format))
         shard_key = hashlib.sha256(json.dumps(made_from, default=hash_of).encode()).hexdigest()
-        if texts[split] and is_finished(path, shard_key):
+        if some and is_finished(path, shard_key):
             continue
         if row_format:
-            write_rows(path, texts[split], tokenizer, shard_key, row_format)
-        else:
-            write_shard(path, texts[split], tokenizer, shard_key)
+            from text import chat
 
-    path = job.folder / f"train-{job.number:05d}.bin"
+            ids, about = chat.make_rows(some, tokenizer, row_format)
+        else:
+            ids, about = make_ids(some, tokenizer)
+        write_ids(path, ids, about | {"text_sha256": shard_key})
+
+    path = folder / f"train-{number:05d}.bin"
     return path, Shard(path).header["tokens"]
 
 
@@ -717,59 +674,48 @@ def is_finished(path: Path, shard_key: str) -> bool:
     return shard.header["text_sha256"] == shard_key
 
 
-def write_shard(path: Path, documents: list, tokenizer, shard_key: str) -> None:
-    """Write documents as one shard: the ids of each, then end-of-text. Ids are written as they are.
+def make_ids(documents: list, tokenizer) -> tuple[np.ndarray, dict]:
+    """Documents -> the ids of a shard, (n,) of the tokenizer's dtype, and what its header says.
 
-    The ids are uint16, or uint32 if the vocabulary has more than 65,536 entries.
+    Behind the ids of a text comes end-of-text. A document of ids stays as it is. `text_bytes` is
+    the length of all text in UTF-8, without end-of-text.
     """
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    parts = [ids_of(document, tokenizer).astype(dtype) for document in documents]
-    ids = np.concatenate(parts) if parts else np.empty(0, dtype)
+    end = np.array([tokenizer.eot], tokenizer.dtype)
+    parts = [np.empty(0, tokenizer.dtype)]
+    n_bytes = 0
+    for document in documents:
+        if isinstance(document, str):
+            n_bytes += len(document.encode("utf-8", "replace"))
+            parts += [tokenizer.encode(document), end]
+        else:
+            n_bytes += max(1, len(tokenizer.decode_bytes(document[document != tokenizer.eot])))
+            parts.append(document)
     about = {
         "documents": len(documents),
-        "text_bytes": sum(text_bytes(document, tokenizer) for document in documents),
+        "text_bytes": n_bytes,
         "vocab_size": tokenizer.vocab_size,
-        "text_sha256": shard_key,
     }
-    write_ids(path, ids, about)
-
-
-def ids_of(document, tokenizer) -> np.ndarray:
-    """The ids of a text and end-of-text; ids as they are."""
-    if isinstance(document, str):
-        return np.append(tokenizer.encode(document), tokenizer.eot)
-    return document
-
-
-def text_bytes(document, tokenizer) -> int:
-    """The length of a text in UTF-8, or of the text that ids stand for, without end-of-text."""
-    if isinstance(document, str):
-        return len(document.encode("utf-8", "replace"))
-    return max(1, len(tokenizer.decode_bytes(document[document != tokenizer.eot])))
-
-
-def write_rows(path: Path, examples: list[str], tokenizer, shard_key: str, row_format) -> None:
-    """Write examples of a chat as one shard: whole rows of ids, int32. See `chat.make_rows`."""
-    from text import chat
-
-    ids, about = chat.make_rows(examples, tokenizer, row_format)
-    write_ids(path, ids, about | {"text_sha256": shard_key})
+    return np.concatenate(parts), about
 
 
 def require_learned_tokens(recipe: Recipe) -> None:
     """UserError if no example for training, or none for validation, has a token to learn."""
-    cfg, folder, max_seq_len = recipe.cfg, recipe.folder, recipe.max_seq_len
-    for name in ("train", "val"):
-        headers = [Shard(path).header for path in shard_files(folder, name)]
+    cfg = recipe.cfg
+    which = "last " if cfg.target_responses == "last" else ""
+    fixes = {
+        "train": "Remove some of these weights, or raise max_seq_len",
+        "val": f"Raise --val_fraction={cfg.val_fraction}, so that validation gets other examples",
+    }
+    for split, fix in fixes.items():
+        headers = [Shard(path).header for path in shard_files(recipe.folder, split)]
         n_examples = sum(header["documents"] + header["dropped"] for header in headers)
-        learned = sum(header["learned"] for header in headers)
-        single = f"dataset={cfg.dataset!r} has one example only, and validation gets that one"
-        require(n_examples > 0, f"{single}: add others")
-
-        which = "last " if cfg.target_responses == "last" else ""
-        cause = f"every {which}response has weight 0, or lies beyond --max_seq_len={max_seq_len}"
-        fix = "Remove some of these weights, or raise max_seq_len"
-        if name == "val":  # training has something to learn
-            fix = f"Raise --val_fraction={cfg.val_fraction}, so that validation gets other examples"
-        problem = f"nothing to learn in the {n_examples:,} {name} examples: {cause}"
-        require(learned > 0, f"{problem}. {fix}")
+        require(
+            n_examples > 0,
+            f"dataset={cfg.dataset!r} has one example only, and validation gets that one: "
+            "add others",
+        )
+        require(
+            any(header["learned"] for header in headers),
+            f"nothing to learn in the {n_examples:,} {split} examples: every {which}response has "
+            f"weight 0, or lies beyond --max_seq_len={recipe.max_seq_len}. {fix}",
+        )

@@ -130,22 +130,6 @@ def reason_of(error: BaseException) -> str:
     return str(error)[:1000] or type(error).__name__
 
 
-def started(setup: dict) -> tuple[Renderer | None, dict]:
-    """The template of the first line, and the answer to it."""
-    try:
-        return Renderer(setup), {}
-    except Exception as error:  # jinja2.TemplateError, or Python's compiler gives up
-        return None, {"error": f"is not a template: {reason_of(error)}"}
-
-
-def answered(renderer: Renderer, request: dict) -> dict:
-    """The answer to a request."""
-    try:
-        return {"texts": renderer.texts(request["messages"], request["cuts"])}
-    except Exception as error:  # whatever its author's code raises
-        return {"error": f"fails: {reason_of(error)}"}
-
-
 def main(argv: list[str]) -> None:
     """Answer each line of the input. The system ends this process where it exceeds its limits."""
     program.arguments(argv)
@@ -155,17 +139,23 @@ def main(argv: list[str]) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         limit = MOST_BYTES if most == resource.RLIM_INFINITY else min(MOST_BYTES, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    first_line = sys.stdin.readline()
-    if not first_line:
-        return
-    setup = json.loads(first_line)
 
-    signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # of the processor, until SIGPROF
-    renderer, answer = started(setup)
-    print(json.dumps(answer), flush=True)
-    for line in sys.stdin if renderer else ():
-        signal.setitimer(signal.ITIMER_PROF, setup["seconds"])
-        print(json.dumps(answered(renderer, json.loads(line))), flush=True)
+    renderer = seconds = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        seconds = seconds or request["seconds"]  # the first line says it
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor, until SIGPROF
+        try:
+            if renderer:
+                answer = {"texts": renderer.texts(request["messages"], request["cuts"])}
+            else:
+                renderer, answer = Renderer(request), {}
+        except Exception as error:  # whatever a template raises, or Python's compiler gives up
+            what = "fails" if renderer else "is not a template"
+            answer = {"error": f"{what}: {reason_of(error)}"}
+        print(json.dumps(answer), flush=True)
+        if not renderer:
+            return
 
 
 if __name__ == "__main__":

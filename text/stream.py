@@ -44,6 +44,7 @@ from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,17 +77,11 @@ class StoredFolder:
 # In each rank
 
 
-@dataclass
-class StreamedShard:
+class StreamedShard(NamedTuple):
     """What `data.Split` uses of a shard. ids can be sliced where their blocks are in the cache."""
 
     header: dict
     ids: "BlockIds"
-
-    @property
-    def has_rows(self) -> bool:
-        """Does it hold prompts and responses?"""
-        return self.header["dtype"] == "int32"
 
 
 class BlockIds:
@@ -209,14 +204,15 @@ class Stream:
         while not path.exists():
             status = self.fetcher and self.fetcher.poll()
             raise_failure(self.folder)
-            ended = f"the process that fetches {self.url} ended with status {status}"
             if status is not None:
-                raise StartAgain(ended)
+                raise StartAgain(f"the process that fetches {self.url} ended with status {status}")
             if self.folder.exists():
                 deadline = time.monotonic() + PATIENCE
             if time.monotonic() > deadline:
-                fix = "all ranks of a node must see --data_cache"
-                raise StartAgain(f"{self.folder} on {platform.node()} is not there: {fix}")
+                raise StartAgain(
+                    f"{self.folder} on {platform.node()} is not there: "
+                    "all ranks of a node must see --data_cache"
+                )
             time.sleep(POLL)
         return path
 
@@ -230,8 +226,10 @@ class Stream:
                 (self.folder / name).write_bytes(store.get(name))
             except FileNotFoundError as error:
                 if name == blocks.NAME:
-                    make = f"python -m text.blocks {program.shell(self.url)}"
-                    raise UserError(f"{self.url} has no {name}: {make} makes it") from error
+                    raise UserError(
+                        f"{self.url} has no {name}: "
+                        f"python -m text.blocks {program.shell(self.url)} makes it"
+                    ) from error
         blocks.check_index(self.folder / blocks.NAME, self.url, place.fingerprint)
         n_blocks = len(read_index(self.folder / blocks.NAME))
         self.small_bytes = sum(path.stat().st_size for path in self.folder.iterdir())
@@ -289,8 +287,9 @@ def make_folder(folder: Path) -> int:
         lock = locked(folder)
         folder.mkdir(mode=0o700)
     except OSError as error:
-        why = f"{folder.parent} cannot hold the cache ({error.strerror})"
-        raise UserError(f"{why}: set another --data_cache") from error
+        raise UserError(
+            f"{folder.parent} cannot hold the cache ({error.strerror}): set another --data_cache"
+        ) from error
     return lock
 
 
@@ -321,9 +320,11 @@ def allocate(path: Path, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        where = f"{path.parent.parent} on {platform.node()}"
-        fix = "lower --data_cache_gb, or set --data_cache to a folder on another disk"
-        raise UserError(f"{where} has no room for a cache of {size / 1e9:.3g} GB: {fix}") from error
+        raise UserError(
+            f"{path.parent.parent} on {platform.node()} has no room for a cache of "
+            f"{size / 1e9:.3g} GB: lower --data_cache_gb, or set --data_cache to a folder on "
+            "another disk"
+        ) from error
 
 
 @contextlib.contextmanager

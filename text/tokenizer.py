@@ -26,7 +26,6 @@ section 2.2.
 """
 
 import collections
-import difflib
 import functools
 import hashlib
 import heapq
@@ -34,8 +33,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterable
@@ -80,23 +77,6 @@ SPELLING = {
 # the word's length.
 MAX_WORD_CHARACTERS = 1000
 
-# A tokenizer.json may hold regular expressions and replacements that take minutes a line, by
-# accident or on purpose. So it first encodes some text in a process of its own, with limited time
-# and memory. 11,000 characters: words, runs of one kind, spaces, lines.
-PROBE = """
-import resource, sys, tokenizers
-if sys.platform == "linux":
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = 2**32 if most == resource.RLIM_INFINITY else min(2**32, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-words = "The quick brown fox, aged 42, doesn't jump over größe 世界 <|endoftext|>\\n\\t"
-runs = "".join(c * 300 for c in "aA1 .\\n\\t_-世") + "ab1 " * 100
-library = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
-library.no_padding()
-library.encode(words * 100 + runs, add_special_tokens=False)
-"""
-PROBE_SECONDS = 15  # a usual tokenizer takes 0.02 s, and starting Python up to a second
-
 # --------------------------------------------------------------------------------------------------
 # Text <-> ids
 
@@ -108,14 +88,12 @@ class SpecialToken:
     lstrip, rstrip: it takes the white space before it, or behind it.
     special: no text encodes to it. Otherwise it was added as a word is, such as `<think>`: each
     text that holds its name has its id.
-    exact: other spellings, as in capitals, never count as its name.
     """
 
     id: int
     lstrip: bool = False
     rstrip: bool = False
     special: bool = True
-    exact: bool = True
 
 
 class Tokenizer:
@@ -253,14 +231,9 @@ class HuggingFaceTokenizer:
         """
         self.name = name
         self.path = path
-        content = read(path)
-        if Path(path).name == "vocab.json":
-            from text import tokenizer_json  # here, since training does without
-
-            content = tokenizer_json.of_pair(path, END_OF_TEXT)
-        self.content = content
-        self.library = library_tokenizer(path, content)
-        self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
+        self.content = json_of(path)
+        self.library = library_tokenizer(path, self.content)
+        self.fingerprint = hashlib.sha256(self.content).hexdigest()[:16]
 
         spelling_of = {i: spelling for spelling, i in self.library.get_vocab().items()}
         self.vocab_size = 1 + max(spelling_of, default=0)
@@ -271,10 +244,9 @@ class HuggingFaceTokenizer:
         self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
         added = self.library.get_added_tokens_decoder()
         for i, token in added.items():
-            is_exact = token.special or not (token.normalized and self.library.normalizer)
             # A MARK fits into two characters. Runs of spaces are no names.
             if len(token.content) > 1 and (token.special or token.content.strip()):
-                special = SpecialToken(i, token.lstrip, token.rstrip, token.special, is_exact)
+                special = SpecialToken(i, token.lstrip, token.rstrip, token.special)
                 self.special_tokens[token.content] = special
 
         # The vocabulary spells each byte as one printable character; other characters are text.
@@ -300,10 +272,12 @@ class HuggingFaceTokenizer:
             return False
         if found != [token_id]:
             return False
-        bytes_ = self.bytes_of[token_id]
-        problem = f"{self.path} adds {token.content[:20]!r} as the token of the bytes {bytes_[:9]}"
-        fix = "remove it from added_tokens"
-        require(token.special, f"{problem}, so text cannot be told from them: {fix}")
+        require(
+            token.special,
+            f"{self.path} adds {token.content[:20]!r} as the token of the bytes "
+            f"{self.bytes_of[token_id][:9]}, so text cannot be told from them: remove it from "
+            "added_tokens",
+        )
         return True
 
     def encode(self, text: str) -> np.ndarray:
@@ -317,8 +291,9 @@ class HuggingFaceTokenizer:
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic of the Rust library is not an Exception
-            reason = one_line(error)
-            raise UserError(f"{self.path} cannot encode {text[:20]!r}: {reason}") from error
+            raise UserError(
+                f"{self.path} cannot encode {text[:20]!r}: {one_line(error)}"
+            ) from error
         return np.array(ids, dtype=self.dtype)
 
     special_pattern = Tokenizer.special_pattern
@@ -348,7 +323,7 @@ def spelled_out(text: str, special_tokens: Iterable[str]) -> str:
 def library_tokenizer(path: str, content: bytes):
     """A `tokenizers.Tokenizer` from the content of a tokenizer.json.
 
-    Raises UserError if it is damaged, too slow (`check_speed`) or not byte-level.
+    Raises UserError if it is damaged or not byte-level.
     """
     try:
         import tokenizers
@@ -357,40 +332,20 @@ def library_tokenizer(path: str, content: bytes):
     try:
         parsed = json.loads(content)
         is_byte_level = "ByteLevel" in json.dumps(parsed["decoder"])
-        check_speed(path, parsed)
         for token in parsed.get("added_tokens", []):
             token["special"] |= MARKER.fullmatch(token["content"]) is not None
         library = tokenizers.Tokenizer.from_str(json.dumps(parsed))
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
     except BaseException as error:  # errors have no class of their own; panics are no Exceptions
-        problem = f"{path} is not Hugging Face's tokenizer.json, or is damaged"
-        raise UserError(f"{problem}: {one_line(error)}") from error
+        raise UserError(
+            f"{path} is not Hugging Face's tokenizer.json, or is damaged: {one_line(error)}"
+        ) from error
     require(is_byte_level, f"{path} is not a byte-level tokenizer: no other kind is supported")
     library.encode_special_tokens = True  # `<|endoftext|>` inside a text is ordinary text
     library.no_padding()
     library.no_truncation()
     return library
-
-
-def check_speed(path: str, parsed: dict) -> None:
-    """UserError unless a tokenizer.json encodes some text within 15 seconds and 4 GB.
-
-    Only files with patterns of their own are tried. parsed: the JSON of the file. It is searched
-    instead of the file's text, in which a name may be spelled with escapes (\\u0067).
-    """
-    content = json.dumps(parsed)
-    if not any(name in content for name in ("Regex", "Replace", "Prepend")):
-        return
-    command = [sys.executable, "-c", PROBE]
-    options = {"input": content.encode(), "capture_output": True, "timeout": PROBE_SECONDS}
-    try:
-        process = subprocess.run(command, **options)
-    except subprocess.TimeoutExpired as error:
-        problem = f"{path} needs more than {PROBE_SECONDS} s for some lines of text"
-        raise UserError(f"{problem}: it is refused") from error
-    last_line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    require(process.returncode == 0, f"{path} cannot encode some lines of text: {last_line[:200]}")
 
 
 def fingerprint(split: str, tokens: list[bytes]) -> str:
@@ -409,20 +364,15 @@ def canonical(name: str) -> str:
     if name == "bpe":
         return "bpe-4096"
     match = re.fullmatch(r"bpe-([0-9]{1,9})", name)
-    if not match:
-        is_folder = os.path.isdir(name)
-        require(not is_folder, f"tokenizer {name!r} is a folder: name the tokenizer.json in it")
-        close_names = difflib.get_close_matches(name, ["gpt2", "bytes", "bpe-4096"], n=1)
-        hint = f", did you mean {close_names[0]!r}?" if close_names else ";"
-        raise UserError(
-            f"unknown tokenizer {name!r}{hint} "
-            "choices: gpt2, bytes, bpe-N (as in bpe-4096), a tokenizer.json"
-        )
-    size = int(match[1])
+    is_folder = not match and os.path.isdir(name)
+    require(not is_folder, f"tokenizer {name!r} is a folder: name the tokenizer.json in it")
     require(
-        size > 256,
-        f"bpe-{size} has no room for 256 bytes and end-of-text: the smallest is bpe-257",
+        match,
+        f"unknown tokenizer {name!r}; choices: gpt2, bytes, bpe-N (as in bpe-4096), "
+        "a tokenizer.json",
     )
+    size = int(match[1])
+    require(size > 256, f"{name} has no room for 256 bytes and end-of-text: take bpe-257 or more")
     return f"bpe-{size}"
 
 
@@ -482,6 +432,16 @@ def load_bpe(name: str, path: str | None) -> Tokenizer:
     require(is_valid, f"{path} is not a tokenizer file, or is damaged: {fix}")
     require(saved["name"] == name, f"{path} holds {one_line(saved['name'])}, not {name}")
     return Tokenizer(name, tokens)
+
+
+def json_of(path) -> bytes:
+    """The tokenizer.json at a path, or one that is made of a vocab.json and its merges.txt."""
+    content = read(path)
+    if Path(path).name != "vocab.json":
+        return content
+    from text import tokenizer_json  # here, since training does without
+
+    return tokenizer_json.of_pair(path, END_OF_TEXT)
 
 
 def read(path) -> bytes:

@@ -66,14 +66,6 @@ class Finetuning:
                     shutil.rmtree(path)
 
 
-class WrongLines(ValueError):
-    """Lines that cannot be used: [{"line": 3, "reason": "..."}, ...]."""
-
-    def __init__(self, lines: list[dict]):
-        super().__init__(f"{len(lines)} lines")
-        self.lines = lines
-
-
 # --------------------------------------------------------------------------------------------------
 # Names and lists
 
@@ -139,7 +131,7 @@ def on_disk():
 
 
 def check_lines(path: Path, template: chat.Template) -> int:
-    """The number of examples in a file. WrongLines if some cannot be used."""
+    """The number of examples in a file. ApiError, with the wrong lines, if some cannot be used."""
     n_lines = 0
     faults = []
     end = time.monotonic() + CHECK_SECONDS
@@ -161,7 +153,7 @@ def check_lines(path: Path, template: chat.Template) -> int:
     if not n_lines and not faults:
         faults.append({"line": 1, "reason": "the file has no lines"})
     if faults:
-        raise WrongLines(faults)
+        raise refusal_of(faults)
     return n_lines
 
 
@@ -182,7 +174,7 @@ def shortened(error: Exception) -> str:
 
 
 def keep(upload: UploadFile, finetuning: Finetuning, template: chat.Template) -> str:
-    """Store an upload. Returns its id. WrongLines if lines cannot be used, OSError."""
+    """Store an upload. Returns its id. ApiError if lines cannot be used, OSError."""
     folder = finetuning.folder / "files"
     name = new_id("file")
     temporary = folder / f".{name}.tmp"
@@ -231,11 +223,8 @@ def add_files(app: FastAPI, service) -> None:
             raise ApiError(400, f"there are {MOST_FILES} files already: delete some")
         special_tokens = service.tokenizer.special_tokens
         template = chat.load_template(finetuning.chat_template, special_tokens)
-        try:
-            with on_disk():
-                return keep(given, finetuning, template)
-        except WrongLines as error:
-            raise refusal_of(error.lines) from error
+        with on_disk():
+            return keep(given, finetuning, template)
 
 
 def add_listing(app: FastAPI, folder: Path) -> None:
@@ -317,7 +306,7 @@ def uploaded(form) -> UploadFile:
 
 
 def refusal_of(lines: list[dict]) -> ApiError:
-    """The answer that names wrong lines."""
+    """The answer that names wrong lines: [{"line": 3, "reason": "..."}, ...]."""
     n = f"{len(lines)}{' or more' if len(lines) == MOST_FAULTS else ''}"
     which = "1 line" if len(lines) == 1 else f"{n} lines"
     first = f"line {lines[0]['line']}: {lines[0]['reason']}"

@@ -36,7 +36,7 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 import checkpoint
 from lifecycle import runlog
@@ -136,7 +136,7 @@ class Job:
         """Add a line to events.jsonl. Several processes may do so at the same time."""
         event = {"created_at": time.time(), "level": level, "message": message}
         line = json.dumps(event).encode() + b"\n"
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # a pipe would wait for WRONLY
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         file = os.open(self.folder / "events.jsonl", flags, 0o644)
         try:
             size = os.fstat(file).st_size
@@ -177,13 +177,6 @@ class Method(BaseModel):
     reinforcement: NotSupported = None
 
 
-def checked_suffix(suffix: str) -> str:
-    """A suffix that can be part of a folder's name. ValueError else."""
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,40}", suffix):
-        raise ValueError("give 1 to 40 letters, digits, dots, dashes and underscores")
-    return suffix
-
-
 class JobRequest(BaseModel):
     """What to finetune, and on what."""
 
@@ -192,7 +185,7 @@ class JobRequest(BaseModel):
     model: str
     training_file: str
     validation_file: str | None = None
-    suffix: Annotated[str, AfterValidator(checked_suffix)] | None = None
+    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")] | None = None  # of a folder
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     hyperparameters: Hyperparameters | None = None
     method: Method | None = None
@@ -414,7 +407,7 @@ class Metrics:
     """The metrics of trainings. Clients ask every second: only what is new in a file is read."""
 
     def __init__(self):
-        self.known = {}  # run folder -> (inode, bytes read, rows), the last one asked for last
+        self.known = {}  # run folder -> (files.Tail, rows), the last one asked for last
         self.lock = threading.Lock()
 
     def of(self, job: Job) -> tuple[list[dict], int]:
@@ -427,16 +420,11 @@ class Metrics:
 
     def rows(self, run_dir: Path) -> list[dict]:
         """The rows of a run, of each the columns that are shown. A restart replaces the file."""
-        inode, n_read, rows = self.known.pop(run_dir, (0, 0, ()))
-        with files.open_regular(run_dir / "metrics.jsonl") as file:
-            status = os.fstat(file.fileno())
-            if inode != status.st_ino or status.st_size < n_read:
-                n_read, rows = 0, ()
-            file.seek(n_read)
-            content = file.read()
-        lines = content[: content.rfind(b"\n") + 1]
-        rows = [*rows, *filter(None, map(row_in, lines.splitlines()))]
-        self.known[run_dir] = (status.st_ino, n_read + len(lines), rows)
+        tail, rows = self.known.pop(run_dir, (files.Tail(run_dir / "metrics.jsonl"), []))
+        is_another, lines = tail.read()
+        new = filter(None, map(row_in, lines.splitlines()))
+        rows = [*new] if is_another else [*rows, *new]
+        self.known[run_dir] = tail, rows
         while len(self.known) > MOST_KNOWN:
             self.known.pop(next(iter(self.known)))
         return rows
@@ -458,7 +446,7 @@ def estimated_finish(job: Job, metrics: Metrics) -> int | None:
     if not seconds:
         return None
     left = (n_steps - rows[-1]["step"]) * statistics.median(seconds)
-    return int(time.time() + left) if math.isfinite(left) else None
+    return int(time.time() + left)
 
 
 def events_of(job: Job, metrics: Metrics) -> list[dict]:
@@ -479,7 +467,6 @@ def events_of(job: Job, metrics: Metrics) -> list[dict]:
             "created_at": int(seconds),
         }
         for seconds, event in timed
-        if math.isfinite(seconds)
     ]
 
 
@@ -497,8 +484,7 @@ def metric_events(job: Job, metrics: Metrics) -> list[tuple[float, dict]]:
     for row in rows:
         for first_step in [first for first in starts if row["step"] > first or row["step"] == 0]:
             seconds = max(seconds, unix_seconds(starts.pop(first_step)))
-        passed = row.get("seconds", 0.0)
-        seconds += passed if math.isfinite(passed) else 0.0
+        seconds += row.get("seconds", 0.0)
         for column, name, words in (
             ("loss", "train_loss", "training loss"),
             ("val_loss", "valid_loss", "held-out loss"),
@@ -511,12 +497,9 @@ def metric_events(job: Job, metrics: Metrics) -> list[tuple[float, dict]]:
     return events
 
 
-def unix_seconds(text) -> float:
-    """A time as launches.jsonl has it, in Unix seconds; 0 if it is none."""
-    try:
-        return datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except (TypeError, ValueError):
-        return 0.0
+def unix_seconds(text: str) -> float:
+    """A time as launches.jsonl has it, in Unix seconds."""
+    return datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
 
 
 def checkpoints_of(job: Job, metrics: Metrics) -> list[dict]:

@@ -260,34 +260,23 @@ def below(root: Path, depth: int = DEPTH) -> list[tuple[str, Path]]:
     Also of folders that cannot be read, are empty, or hold another model: they are shown as such.
     """
     found = []
-    for name, names, folders in folders_of(root):
-        folder = root / name
-        is_shown = not folders and (not names or "config.json" in names)
-        if names is None or is_shown or not names.isdisjoint(MARKS):
-            found.append((name, folder))
+    for folder in folders_in(root):
+        names = names_in(folder)
+        is_run = names is None or not names.isdisjoint(MARKS)
+        is_odd = not names or "config.json" in names
+        if is_run or (is_odd and not folders_in(folder)):
+            found.append((folder.name, folder))
         elif depth > 1:
-            found += [(f"{name}/{rest}", inner) for rest, inner in below(folder, depth - 1)]
+            found += [(f"{folder.name}/{rest}", inner) for rest, inner in below(folder, depth - 1)]
     return found
 
 
-def folders_of(folder: Path) -> list[tuple[str, set | None, bool]]:
-    """(name, names of what is in it, whether folders are among these) of each folder in one.
-
-    The names are None if the folder cannot be read.
-    """
-    found = []
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in one, by name, without hidden ones and links."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
-                continue
-            try:
-                with os.scandir(entry.path) as inner:
-                    inside = [(each.name, each.is_dir(follow_symlinks=False)) for each in inner]
-            except OSError:
-                found.append((entry.name, None, False))
-                continue
-            found.append((entry.name, {name for name, _ in inside}, any(d for _, d in inside)))
-    return found
+        folders = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return sorted(folder / entry.name for entry in folders if entry.name[0] != ".")
+    return []
 
 
 def inside(root: Path, name: str) -> Path | None:
@@ -323,9 +312,14 @@ def stamp_of(path: Path) -> tuple | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def opened(path: Path):
-    """Open a file of a run for reading bytes. UserError for a link, and what is no file."""
+def require_no_link(path: Path) -> None:
+    """UserError for a link: a folder from elsewhere may hold one to any file of this machine."""
     require(not path.is_symlink(), f"{path.name} is a link, which is not followed here")
+
+
+def opened(path: Path):
+    """Open a file for reading bytes. UserError for a link, and what is no file."""
+    require_no_link(path)
     return files.open_regular(path)
 
 
@@ -546,101 +540,63 @@ def parsed(line: bytes) -> tuple[dict, str]:
 # --------------------------------------------------------------------------------------------------
 # The columns of one run
 
-# A row as reporter.py writes it, column by column: read 5 times as fast as by `parsed`, which
-# reads all other rows.
-INT = rb"(?:0|[1-9]\d{0,17})"
-FLOAT = rb"(?:-?(?:(?:0|[1-9]\d{0,15})(?:\.\d{1,20})?(?:e[-+]?\d{1,3})?|Infinity)|NaN)"
-ROW = (
-    rb'^\{"step": (INT), "tokens": INT, "loss": (FLOAT), "lr": (FLOAT), "grad_norm": (FLOAT)'
-    rb', "batch_hash": (?:null|"\w{0,80}"), "skipped": (?:true|false)'
-    rb', "tokens_per_second": (FLOAT), "mfu": (?:(FLOAT)|null)(?:, "memory_gb": FLOAT)?'
-    rb'(?:, "seconds": FLOAT)?(?:, "slowest_rank": INT)?(?:, "slowest_by": FLOAT)?\}\n'
-)
-ROW = re.compile(ROW.replace(b"INT", INT).replace(b"FLOAT", FLOAT), re.MULTILINE)
-
 
 class Columns:
-    """The columns of a metrics.jsonl that grows, and the point up to which it has been read."""
+    """The columns of a metrics.jsonl that grows, as far as it has been read."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.forget()
+        self.unreadable = ""
+        self.begin()
 
-    def forget(self) -> None:
-        """Begin anew."""
-        self.inode = None
-        self.offset = 0  # bytes that have been read: complete lines
-        self.size = 0  # of the file
-        self.before = b""  # the last of these bytes
+    def begin(self) -> None:
+        """Forget all that was read."""
+        self.tail = files.Tail(self.path)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
         self.steps = array("q")
         self.values = {name: array("f") for name in CURVES}  # NaN where a row has none
         self.vals = []  # (step, validation loss)
-        self.n_bad = 0
-        self.first_bad = ""
-        self.unreadable = ""
+        self.faults = []  # what is wrong with the lines that are damaged
 
     @property
     def problem(self) -> str | None:
         """What is wrong with the file, or that not all of it has been read."""
         if self.unreadable:
             return self.unreadable
-        if self.size - self.offset > CHUNK:
-            return f"{self.offset / self.size:.0%} of metrics.jsonl have been read: ask again"
-        if not self.n_bad:
-            return None
-        lines = "1 damaged line is" if self.n_bad == 1 else f"{self.n_bad} damaged lines are"
-        return f"{lines} left out, the first: {self.first_bad}"
+        if self.tail.size - self.tail.offset > CHUNK:
+            share = self.tail.offset / self.tail.size
+            return f"{share:.0%} of metrics.jsonl have been read: ask again"
+        if self.faults:
+            return runlog.damaged_lines(Path("metrics.jsonl"), self.faults)
+        return None
 
     def read(self, deadline: float) -> None:
         """Read the complete lines that are new, until a moment of time.monotonic()."""
+        self.unreadable = ""
         try:
-            with opened(self.path) as file:
-                self.read_file(file, deadline)
+            require_no_link(self.path)
+            while True:
+                is_another, lines = self.tail.read(CHUNK)
+                if is_another:
+                    self.clear()
+                for line in lines.split(b"\n"):
+                    if line.strip():
+                        self.add_row(*parsed(line))
+                if not lines or time.monotonic() >= deadline:
+                    return
         except FileNotFoundError:
-            self.forget()
+            self.begin()
         except (UserError, OSError) as error:
-            self.forget()
+            self.begin()
             self.unreadable = words_of(error)
 
-    def read_file(self, file, deadline: float) -> None:
-        """The same with the open file. One that is no longer what was read is read anew."""
-        found = os.fstat(file.fileno())
-        file.seek(self.offset - len(self.before))
-        is_same = found.st_ino == self.inode and file.read(len(self.before)) == self.before
-        if not is_same or self.unreadable:
-            self.forget()
-        self.inode, self.size = found.st_ino, found.st_size
-        while True:
-            file.seek(self.offset)
-            content = file.read(CHUNK)
-            end = content.rfind(b"\n") + 1
-            if not end and len(content) == CHUNK:
-                end = CHUNK  # no row is that long
-            if not end:
-                return
-            lines = content[:end]
-            self.add_lines(lines)
-            self.offset += end
-            self.before = lines[-64:]
-            if time.monotonic() >= deadline:
-                return
-
-    def add_lines(self, lines: bytes) -> None:
-        """Add complete lines."""
-        parts = ROW.split(lines)  # other lines, the groups of a row, other lines, ...
-        width = 2 + len(CURVES)
-        self.steps.extend(map(int, parts[1::width]))
-        for number, name in enumerate(CURVES, 2):
-            self.values[name].extend(float(text or "nan") for text in parts[number::width])
-        for line in b"".join(parts[::width]).split(b"\n"):
-            if line.strip():
-                self.add_row(*parsed(line))
-
     def add_row(self, row: dict, fault: str) -> None:
-        """Add any other row, or count a damaged one."""
+        """Add a row, or note what is wrong with it."""
         if fault:
-            self.n_bad += 1
-            self.first_bad = self.first_bad or fault
+            self.faults.append(fault)
         if "loss" in row:
             self.steps.append(row["step"])
             for name in CURVES:

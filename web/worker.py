@@ -363,10 +363,9 @@ class Worker:
         names = {job.id for job in self.claims}  # a folder may be removed meanwhile
         with contextlib.suppress(OSError):
             names.update(ids_in(self.folder / "jobs", "ftjob"))
-        for name in sorted(names):
-            job = next((job for job in self.claims if job.id == name), None)
-            if name not in self.ended and not self.is_ending:
-                self.attend(job or Job(self.folder / "jobs" / name))
+        for name in sorted(names - self.ended):
+            if not self.is_ending:
+                self.attend(Job(self.folder / "jobs" / name))
         return len(self.claims)
 
     def attend(self, job: Job) -> None:

@@ -90,6 +90,8 @@ def test_what_has_one_context_is_grouped_where_that_fits_and_pays():
     ]
     assert grouped(rows, 1000) == [Group([0, 2], 20), Group([1]), Group([4]), Group([3])]
     assert grouped(rows, 45) == [Group([i]) for i in (0, 2, 1, 4, 3)]
+    three = [request([*long, i, i], 2) for i in range(3)]
+    assert grouped(three, 50) == [Group([0, 1], 20), Group([2])]
     assert grouped([], 1000) == []
 
 

@@ -106,7 +106,7 @@ def keep(lease, ended) -> None:
         lease.beat()
 
 
-@pytest.mark.parametrize("kind, fault", [("file", None), slowly("s3", None), slowly("s3", "lose")])
+@pytest.mark.parametrize("kind, fault", [("file", None), slowly("s3", "lose")])
 def test_of_many_who_want_a_remote_one_gets_it(kind, fault, tmp_path, request, hurry):
     url = f"file://{tmp_path}/there"
     if kind == "s3":
@@ -267,7 +267,7 @@ def in_folder(tmp_path, tiny_data):
     return Cluster(tmp_path, tiny_data, f"file://{tmp_path}/there")
 
 
-@pytest.mark.parametrize("size", [2, slowly(4), slowly(1)])
+@pytest.mark.parametrize("size", [2, slowly(1)])
 def test_a_run_goes_on_where_nothing_but_the_store_is_known(ranks, in_folder, size):
     """Its record is there, too."""
     status, message, out = in_folder.train(ranks(2), "--max_steps=6")
@@ -384,11 +384,10 @@ def test_a_store_that_is_down_delays_nothing(ranks, tmp_path, tiny_data, store):
 def test_the_wait_at_the_end_is_bounded(ranks, tmp_path, tiny_data, store):
     cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
     store.proxy.fault = lambda method, path: "refuse" if "distcp" in path else None
-    with mock.patch.object(cluster, "variables", store.variables):
-        prepare = functools.partial(impatient, store.variables)
-        folder = cluster.folder()
-        flags = [*cluster.flags, "--run_dir=run", "--max_steps=8"]
-        ((status, _, out),) = ranks(1)(train_in, str(folder), flags, prepare)
+    prepare = functools.partial(impatient, store.variables)
+    folder = cluster.folder()
+    flags = [*cluster.flags, "--run_dir=run", "--max_steps=8"]
+    ((status, _, out),) = ranks(1)(train_in, str(folder), flags, prepare)
     assert status == 0
     assert "waiting at most 1 s" in out
     assert "is not in s3://" in out and "the same command copies the rest" in out

@@ -239,19 +239,13 @@ def steps_in(path):
     return [json.loads(text)["step"] for text in path.read_bytes().splitlines()]
 
 
-DAMAGE = {
+DAMAGE = {  # test_fuzz.py has more
     "half a line": b'{"step": 3, "lo',
-    "not UTF-8": b'{"step": 3, "loss": "\xff"}',
     "zeros": b"\0" * 300,
-    "null": b"null",
     "no step": b'{"loss": 5.0}',
-    "a step that is true": b'{"step": true}',
     "a negative step": b'{"step": -1}',
-    "a huge step": b'{"step": 1' + b"0" * 30 + b"}",
     "a loss in quotes": b'{"step": 3, "loss": "5.0"}',
-    "a list for a time": b'{"step": 3, "loss": 5.0, "seconds": []}',
     "figures in quotes": b'{"step": 3, "icl": {"piqa": {"acc": "0.5"}}}',
-    "nested deep": b'{"step": 3, "icl": ' + b"[" * 100_000,
 }
 
 

@@ -140,32 +140,62 @@ SCENARIOS = {
     "is warned": Scenario(signal=signal.SIGUSR1, **ASKED),
     "is asked to end": Scenario(signal=signal.SIGTERM, **ASKED),
 }
+
+
+def at_length(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 CASES = [
     ("killed", "dp", 1),
     ("is warned", "dp", 1),
     slowly("is asked to end", "dp", 1),
     slowly("stands still", "dp", 0),  # which has the server through which the others talk
-    slowly("hangs in reading", "dp", 1),
     slowly("is out of memory", "dp", 1),
     slowly("is mistaken", "dp", 1),
     slowly("cannot save", "dp", 1),
     slowly("killed", "tp 2 x pp 2", 3),
     slowly("hangs in a step", "tp 2 x pp 2", 2),
     slowly("is out of memory", "tp 2 x pp 2", 3),
-    slowly("is mistaken", "tp 2 x pp 2", 3),
     slowly("cannot save", "tp 2 x pp 2", 3),
     slowly("is warned", "tp 2 x pp 2", 3),
-    pytest.param("stands still", "dp", 1, marks=pytest.mark.long),
-    pytest.param("stands still", "tp 2 x pp 2", 2, marks=pytest.mark.long),
+    at_length("stands still", "dp", 1),
+    at_length("stands still", "tp 2 x pp 2", 2),
+    at_length("hangs in reading", "dp", 1),
+    at_length("is mistaken", "tp 2 x pp 2", 3),
 ]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tiny_data, tmp_path_factory):
+    """`undisturbed(layout, n)`: the rows of a run whose first n steps nothing befalls.
+
+    All scenarios of a layout share one.
+    """
+    known = {}
+
+    def rows_of(layout, n_steps):
+        if n_steps not in known.get(layout, {}):
+            size, of_layout = LAYOUTS[layout]
+            run = tmp_path_factory.mktemp("undisturbed")
+            flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, *of_layout, f"--run_dir={run}"]
+            answers = ranks(size)(train_here, [*flags, f"--max_steps={max(n_steps, 40)}"])
+            assert [status for status, *_ in answers] == [0] * size, answers
+            known[layout] = steps_of(run)
+        return known[layout]
+
+    return rows_of
+
+
 @pytest.mark.parametrize("name, layout, victim", CASES)
-def test_all_ranks_end_and_the_next_start_goes_on(ranks, tiny_data, tmp_path, name, layout, victim):
+def test_all_ranks_end_and_the_next_start_goes_on(
+    ranks, tiny_data, undisturbed, tmp_path, name, layout, victim
+):
     scenario, (size, of_layout), run = SCENARIOS[name], LAYOUTS[layout], tmp_path / "run"
     flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, *of_layout, *scenario.flags]
+    flags.append(f"--run_dir={run}")
     fault = functools.partial(scenario.when, victim, scenario.action) if scenario.action else None
-    with Job(tmp_path, size, fsdp_train.main, [*flags, f"--run_dir={run}"], fault) as job:
+    with Job(tmp_path, size, fsdp_train.main, flags, fault) as job:
         if scenario.signal:
             saves = scenario.flags[0] != "--save_interval=0"
             wait_for(lambda: checkpoint.latest(run) if saves else steps_done(run) >= 3)
@@ -175,10 +205,14 @@ def test_all_ranks_end_and_the_next_start_goes_on(ranks, tiny_data, tmp_path, na
         assert set(statuses) == {scenario.status}, job.log()
         assert_said(job, scenario, victim, run)
 
-    last = steps_done(run)
+    end = steps_done(run) + 3
     fault = fault if scenario.lasts else None
-    goes_on(ranks(size), [*flags, f"--max_steps={last + 3}"], tmp_path, fault)
-    assert sorted(steps_of(run)) == list(range(1, last + 4))
+    answers = ranks(size)(train_here, [*flags, f"--max_steps={end}"], fault)
+    assert [status for status, *_ in answers] == [0] * size, answers
+    rows = steps_of(run)
+    assert sorted(rows) == list(range(1, end + 1))
+    is_halved = (run / "microbatch.json").exists()  # so sums have another order
+    assert_same(rows, undisturbed(layout, end), is_halved)
 
 
 def assert_said(job, scenario, victim, run) -> None:
@@ -199,13 +233,7 @@ def assert_said(job, scenario, victim, run) -> None:
     assert lease.read_lease(run / "lease.json") is None
 
 
-def goes_on(pool, flags, folder, fault) -> None:
-    """The next start, under the same circumstances, and an undisturbed run give the same rows."""
-    for name, prepare in [("run", fault), ("undisturbed", None)]:
-        answers = pool(train_here, [*flags, f"--run_dir={folder / name}"], prepare)
-        assert [status for status, *_ in answers] == [0] * len(answers), answers
-    found, wanted = (steps_of(folder / name) for name in ("run", "undisturbed"))
-    is_halved = (folder / "run/microbatch.json").exists()  # so sums have another order
+def assert_same(found, wanted, is_halved) -> None:
     for step, row in found.items():
         for key in ("loss", "grad_norm", "batch_hash", "tokens", "lr"):
             expected = wanted[step][key]
@@ -218,10 +246,8 @@ def goes_on(pool, flags, folder, fault) -> None:
 
 POOLS = [
     (2, ["--sharding=FULL_SHARD"]),
-    slowly(2, ["--sharding=DDP"]),
     slowly(4, ["--tp=2", "--sequence_parallel", "--sharding=DDP"]),
     slowly(4, ["--pp=2", "--sharding=ZERO1"]),
-    slowly(4, ["--tp=2", "--pp=2"]),
 ]
 
 
@@ -287,14 +313,13 @@ def slower_attention(seconds, rank):
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, layout, slower",
     [
-        (2, ["--sharding=FULL_SHARD"], slower_norm),
-        (4, ["--tp=2", "--qk_ln", "--activation_checkpointing=selective"], slower_attention),
-        (4, ["--pp=2", "--n_layers=3"], slower_attention),  # the first stage has more layers
-        (4, ["--tp=2", "--pp=2"], slower_attention),
+        slowly(2, ["--sharding=FULL_SHARD"], slower_norm),
+        slowly(4, ["--tp=2", "--qk_ln", "--activation_checkpointing=selective"], slower_attention),
+        slowly(4, ["--pp=2", "--n_layers=3"], slower_attention),  # the first stage has more layers
+        at_length(4, ["--tp=2", "--pp=2"], slower_attention),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

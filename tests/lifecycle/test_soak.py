@@ -132,12 +132,6 @@ def figures(rows: list[dict]) -> list[tuple]:
     return [(row.get("loss"), row.get("grad_norm"), row.get("val_loss")) for row in rows]
 
 
-@pytest.mark.slow
-def test_three_kills_on_two_ranks(tmp_path, tiny_data):
-    calm, killed = soak(tmp_path, tiny_data, [2], kills=3)
-    assert figures(killed) == figures(calm)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("ranks, kills", [(2, 16), (4, 14)])
 def test_a_run_killed_again_and_again_is_the_same_bit_by_bit(tmp_path, tiny_data, ranks, kills):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TrainConfig
-from program import UserError
-from text import chat, corpus
+from text import chat
 from text import tokenizer as tokenizers
 from text.chat import RowFormat, Template, Turn, load_template, make_rows, turns_of
 
@@ -22,23 +22,6 @@ LAST = RowFormat(64, packing=True, target_prompts="none", target_responses="last
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yes"}
-
-
-def row_format(**more):
-    usual = {"max_seq_len": 64, "packing": True}
-    return RowFormat(**(usual | {"target_prompts": "none", "target_responses": "last"} | more))
-
-
-def parts_of(turns, rows=LAST, tokenizer=BYTES):
-    """The ids of an example as [(learned or not, text), ...]."""
-    ids = chat.encode(turns, tokenizer, rows)
-    parts = []
-    for i in ids.tolist():
-        learned = i >= 0
-        if not parts or parts[-1][0] != learned:
-            parts.append((learned, ""))
-        parts[-1] = learned, parts[-1][1] + tokenizer.decode([i if learned else ~i])
-    return parts
 
 
 def read(dataset, template=CHATML):
@@ -73,16 +56,14 @@ def test_lines_of_openai(tmp_path):
     user = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert turn == Turn(user, "yes<|im_end|>\n", 0)
     assert last == Turn(user, "no<|im_end|>\n", 1)
-    learned = "no<|im_end|>\n<|endoftext|>"
-    assert parts_of([turn, last]) == [(False, user + turn.written + user), (True, learned)]
-
-
-def test_tools_may_answer_several_times():
     tool = {"role": "tool", "content": "4"}
-    messages = [USER, ANSWER, tool, tool, ANSWER]
-    first, second = turns_of({"messages": messages}, CHATML)
-    tools = "<|im_start|>tool\n4<|im_end|>\n"
-    assert second.read == tools + tools + "<|im_start|>assistant\n"
+    _, after_tools = turns_of({"messages": [USER, ANSWER, tool, tool, ANSWER]}, CHATML)
+    tools = "<|im_start|>tool\n4<|im_end|>\n" * 2
+    assert after_tools.read == tools + "<|im_start|>assistant\n"
+
+
+def said_by(*roles):
+    return json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]})
 
 
 BAD = {  # a line of a file -> what is said of it
@@ -96,7 +77,6 @@ BAD = {  # a line of a file -> what is said of it
     '{"prompt": 1, "response": "b"}': "prompt is 1, expected text",
     '{"prompt": "a", "completion": ["b"]}': "completion is list, expected text",
     '{"prompt": "a", "response": "b", "weight": 0.5}': "it has weight 0.5, expected 0 or 1",
-    '{"prompt": "a", "response": "b", "response": "c"}': "it has 'response' more than once",
     '{"messages": []}': "messages is not a list of messages",
     '{"messages": "hi"}': "messages is not a list of messages",
     '{"messages": [1]}': "message 1 is not an object with role and content",
@@ -105,38 +85,25 @@ BAD = {  # a line of a file -> what is said of it
     '{"messages": [{"role": "user", "content": [1]}]}': "message 1 has content list, expected",
     '{"messages": [{"role": "user", "content": "a", "name": "b"}]}': "message 1 has 'name', which",
     '{"messages": [{"role": "user", "content": "a", "weight": 0}]}': "message 1 is of user: a wei",
-    '{"messages": [{"role": "user", "content": "a", "role": "b"}]}': "it has 'role' more than once",
     '{"messages": [{"role": "assistant", "content": "a"}]}': "message 1 is of assistant, expected",
+    said_by("user", "user", "assistant"): "message 2 is of user again: roles must alternate",
+    said_by("user", "system", "assistant"): "message 2 is of system, which can only be the first",
+    said_by("user", "assistant", "user"): "the last message is of user, expected assistant",
     '{"messages": [], "tools": [1]}': "it has tools, which are not supported",
     '{"messages": [1], "response": "a"}': "it has messages and response: remove one of them",
     '{"messages": [1], "weight": 1}': "it has a weight, which belongs to a message",
 }
 
 
-@pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
-def test_a_bad_line_is_named_with_its_file_number_and_fault(tmp_path, line):
-    path = write_lines(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}, line)
-    message = refusal(read, path)
-    assert message.startswith(f"examples that cannot be used: {path}, line 2: {BAD[line]}")
+def test_a_bad_line_is_named_with_its_file_number_and_fault(tmp_path):
+    for line, fault in BAD.items():
+        path = write_lines(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}, line)
+        message = refusal(read, path)
+        assert message.startswith(f"examples that cannot be used: {path}, line 2: {fault}")
+    assert "set --dataset='my/*.jsonl'" in refusal(read, "stdlib")
 
 
-ORDERS = {
-    "user user assistant": "message 2 is of user again: roles must alternate",
-    "user assistant assistant": "message 3 is of assistant again",
-    "user system assistant": "message 2 is of system, which can only be the first",
-    "tool assistant": "message 1 is of tool, expected system or user first",
-    "user assistant user": "the last message is of user, expected assistant",
-    "system": "the last message is of system, expected assistant",
-}
-
-
-@pytest.mark.parametrize("roles", ORDERS)
-def test_roles_in_a_wrong_order(roles):
-    messages = [{"role": role, "content": "x"} for role in roles.split()]
-    assert ORDERS[roles] in refusal(turns_of, {"messages": messages}, CHATML)
-
-
-@pytest.mark.parametrize("n_bad, named, more", [(3, 3, False), (20, 20, False), (50, 20, True)])
+@pytest.mark.parametrize("n_bad, named, more", [(20, 20, False), (50, 20, True)])
 def test_up_to_twenty_bad_lines_are_named_at_once(tmp_path, n_bad, named, more):
     good = {"prompt": "a", "response": "b"}
     first = write_lines(tmp_path / "a.jsonl", *[good, {"prompt": "a"}] * (n_bad // 2))
@@ -150,37 +117,6 @@ def test_up_to_twenty_bad_lines_are_named_at_once(tmp_path, n_bad, named, more):
     assert first in message and (more or second in message)
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-KEYS = st.sampled_from("prompt response completion messages role content weight tools".split())
-JSON = st.recursive(
-    SCALARS | st.sampled_from(chat.ROLES),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(KEYS | st.text(max_size=3), inner, max_size=4)
-        | st.builds(lambda role, text: {"role": role, "content": text}, inner, inner)
-    ),
-    max_leaves=12,
-)
-
-
-@given(JSON | st.builds(lambda value: {"messages": value}, JSON))
-def test_whatever_a_line_holds_it_is_turns_or_a_user_error(row):
-    try:
-        turns = turns_of(json.loads(json.dumps(row)), CHATML)
-    except UserError as caught:
-        assert "\n" not in str(caught) and len(str(caught)) < 400
-        return
-    assert turns and all(type(turn.read) is type(turn.written) is str for turn in turns)
-    assert len(chat.encode(turns, BYTES, LAST)) >= 1
-
-
-@pytest.mark.parametrize("name", ["stdlib", "a.txt"])
-def test_text_has_no_prompts(tmp_path, name):
-    path = name if name == "stdlib" else write_lines(tmp_path / name, "text")
-    message = refusal(read, path)
-    assert path in message and "set --dataset='my/*.jsonl'" in message
-
-
 def test_lines_that_are_no_text_are_named_among_the_other_bad_ones(tmp_path):
     good = b'{"prompt": "a", "response": "b"}\n'
     content = [b"\xef\xbb\xbf\n", good, b'{"prompt": "\xff"}\n', b"{}\n", b"\xc3\n", b"a\0\n", good]
@@ -189,45 +125,9 @@ def test_lines_that_are_no_text_are_named_among_the_other_bad_ones(tmp_path):
     places = re.findall(r"line (\d): it is not UTF-8 text: byte (\S+) at offset (\d+)", message)
     assert places == [("3", "0xff", "12"), ("5", "0xc3", "0"), ("6", "0x00", "1")]
     assert "line 4: it has nothing" in message
-
-
-@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
-def test_a_file_in_another_unicode_is_named_as_a_whole(tmp_path, encoding):
     path = tmp_path / "a.jsonl"
-    path.write_bytes('{"prompt": "a", "response": "b"}\n'.encode(encoding))
-    assert refusal(read, path).startswith(f"{path} is {encoding}, not UTF-8")
-
-
-@pytest.mark.parametrize("blank", ["", "\n", " \t\r\n", "\u3000\n"])
-def test_a_blank_line_after_a_byte_order_mark_is_skipped(tmp_path, blank):
-    line = '{"prompt": "a", "response": "b"}' if blank else ""
-    (tmp_path / "a.jsonl").write_text("\ufeff" + blank + line)
-    assert read(tmp_path) == [[Turn("a", "b")]] * bool(blank)
-
-
-# --- the Hub
-
-
-@pytest.mark.slow
-def test_rows_of_the_hub(tmp_path, monkeypatch):
-    """A local folder laid out as on the Hub: `datasets` fills fields that a row lacks with null."""
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner/name").mkdir(parents=True)
-    weighted = {**ANSWER, "weight": 1}
-    write_lines(
-        tmp_path / "owner/name/train.jsonl",
-        {"messages": [USER, weighted], "category": "x"},
-        {"messages": [{"role": "system", "content": "s"}, USER, ANSWER], "category": "y"},
-        {"messages": [USER, USER, ANSWER], "category": "y"},
-    )
-    fault = "owner/name:default, row 3: message 2 is of user again"
-    assert fault in refusal(read, "owner/name:default")
-    rows = [row for _, row in corpus.rows("owner/name:default")][:2]
-    first, second = (turns_of(row, CHATML)[0] for row in rows)
-    assert (first.learn, second.learn) == (1, None)
-    assert second.read.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
+    path.write_bytes(json.dumps({"prompt": "a", "response": "b"}).encode("UTF-16"))
+    assert refusal(read, path).startswith(f"{path} is UTF-16, not UTF-8")
 
 
 # --- templates
@@ -312,7 +212,6 @@ MACRO = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(1) }}"
 BAD_TEMPLATES = {
     "{{ eos_token }}": "'eos_token' is undefined",
     "{{ 'a' ~ eso_token }}": "'eso_token' is undefined",
-    "{{ tokens.eos }}": "'tokens' is undefined",
     "{% for m in messages %}{{ m.contents }}{% endfor %}": "has no attribute",
     FOREVER.replace("WORK", ""): "needs more than 0.5 s",
     FOREVER.replace("WORK", "a"): "writes more than",
@@ -321,9 +220,7 @@ BAD_TEMPLATES = {
     "{{" + "(" * 9999 + "1" + ")" * 9999 + "}}": "is not a template: ",
     "{% for m in": "is not a template: ",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "access to attribute '__class__'",
-    "{{ messages.append(1) }}": "fails: ",
     "{{ raise_exception('no\nsystem') }}": "fails: no system",
-    "{{ 1 / 0 }}": "division by zero",
     "{% include '/etc/passwd' %}": "fails: ",
     "{{ strftime_now('%Y') }}": "another date every day",
 }
@@ -338,35 +235,43 @@ def test_a_template_of_a_stranger_that_fails_or_wants_more(tmp_path, monkeypatch
     assert message.startswith(f"chat_template {path} ") and BAD_TEMPLATES[source] in message
 
 
-def test_there_is_no_template(tmp_path):
+def test_templates_that_cannot_be_used(tmp_path):
     assert "no such file" in refusal(load_template, str(tmp_path / "x"))
-    for values in ({"eos_token": "x"}, {"chat_template": 3}):
-        folder = save(tmp_path / "a", **values)
-        assert "has no chat_template" in refusal(load_template, str(folder))
+    assert "has no chat_template" in refusal(
+        load_template, str(save(tmp_path / "a", eos_token="x"))
+    )
+    after_some_message = "{% if messages | length > 4 %}{{ '<|endoftext|>!' }}{% endif %}"
+    earlier = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    asks = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    asks += "{% if add_generation_prompt %}<model>{% endif %}"
+    for source, words in (
+        (chat.CHATML + after_some_message, "writes <|endoftext|> between turns"),
+        (earlier, "writes the turns before an answer differently"),
+        (asks, "are not those with which an answer begins"),
+    ):
+        messages = CONVERSATION * 2
+        assert words in refusal(turns_of, {"messages": messages}, Template(source, "x"))
 
 
-def test_a_template_that_refuses_one_example_names_its_line(tmp_path):
+def test_a_template_may_refuse_one_example_or_work_too_long_at_it(tmp_path, monkeypatch):
+    """Its line is named; behind the latter no line is tried: the process is gone."""
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
     tool = {"role": "tool", "content": "4"}
     good, bad = {"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, tool, ANSWER]}
     path = write_lines(tmp_path / "a.jsonl", good, bad, good, bad)
     message = refusal(read, path, Template(LIKE["zephyr"], "chat_template x"))
     assert f"{path}, line 2: chat_template x fails: no tools here; {path}, line 4: " in message
 
-
-def test_a_template_may_work_too_long_at_one_example_alone(tmp_path, monkeypatch):
-    """Its line is named, and the lines behind it are not tried: its process is gone."""
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
     forever = "{% if messages | length > 4 %}" + FOREVER.replace("WORK", "") + "{% endif %}"
     template = Template(forever + chat.CHATML, "chat_template x")
-    good, bad = {"messages": [USER, ANSWER]}, {"messages": CONVERSATION * 2}
-    path = write_lines(tmp_path / "a.jsonl", good, bad, good, bad)
+    path = write_lines(tmp_path / "a.jsonl", good, {"messages": CONVERSATION * 2}, good, bad)
     message = refusal(read, path, template)
     assert message.endswith(f"{path}, line 2: {template.fault}") and message.count("line") == 1
     assert template.fault.startswith("chat_template x needs more than 0.5 s")
     assert refusal(template.text, [USER]) == template.fault
 
 
-@pytest.mark.parametrize("version, is_safe", [("3.1.5", False), ("3.1.6", True), ("3.10", True)])
+@pytest.mark.parametrize("version, is_safe", [("3.1.5", False), ("3.10", True)])
 def test_a_jinja_with_holes_is_refused(version, is_safe, tmp_path, monkeypatch):
     """Not for ChatML, which is ours."""
     (tmp_path / "jinja2-1.dist-info").mkdir()
@@ -442,6 +347,14 @@ def test_a_message_cannot_write_a_special_token(chatml_tokenizer):
     assert content == ids[-len(content) - 2 : -2]
 
 
+def test_added_tokens_that_a_template_does_not_write_are_ids_as_in_any_text(chatml_tokenizer):
+    ours, _ = chatml_tokenizer
+    template = Template(chat.CHATML, "x", reserved=ours.special_tokens)
+    ids = ids_of([{"role": "user", "content": "gut   [INST]"}, ANSWER], template, ours)
+    added = [ours.decode([i]) for i in ids if i > ours.special_tokens[WIDE].id]
+    assert added == ["gut", "   ", "[INST]"] and ours.encode("gut   [INST]").tolist()[-1] in ids
+
+
 def test_a_message_cannot_write_a_special_token_through_json(chatml_tokenizer):
     """The filter tojson leaves the mark of such a message as it is."""
     ours, _ = chatml_tokenizer
@@ -458,13 +371,6 @@ def test_a_message_cannot_write_a_special_token_through_json(chatml_tokenizer):
         assert ids.count(ours.special_tokens["<|im_start|>"].id) == 2 and ours.eot not in ids
 
 
-def test_a_template_that_asks_for_the_date_of_today_writes_its_own():
-    """As those of Llama 3 do."""
-    date = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}1 May{% endif %}"
-    template = Template(date + "{% for m in messages %};{{ m.content }}{% endfor %}", "x")
-    assert template.text([USER, ANSWER]) == "1 May;hi;yes"
-
-
 PIECES = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", WIDE, "<|im_", "start|>", "<", "|>"]
 PIECES += ["[INST]", "[", "INST]", "gut", "   "]
 INST = "{% for m in messages %}[INST]{{ m.content }}<|im_end|>{% endfor %}"
@@ -475,10 +381,6 @@ CONTENT = st.lists(st.sampled_from([*PIECES, "a", " ", "\n", "\ud800", "😀"]),
 def templates(chatml_tokenizer):
     ours, _ = chatml_tokenizer
     return [Template(source, "x", reserved=ours.special_tokens) for source in (chat.CHATML, INST)]
-
-
-def text_of_turns(turns):
-    return chat.plain_text(json.dumps([[turn.read, turn.written, turn.learn] for turn in turns]))
 
 
 @settings(deadline=None, max_examples=30)
@@ -495,54 +397,11 @@ def test_no_content_is_ever_a_token_of_the_template(chatml_tokenizer, templates,
         ids = chat.encode(pair, ours, LAST)
         ids = np.maximum(ids, ~ids)[:-1].tolist()
         assert not forbidden.intersection(ids)
-        assert ours.decode(ids) == content == text_of_turns(pair)
+        turns = [[turn.read, turn.written, turn.learn] for turn in pair]
+        assert ours.decode(ids) == content == chat.plain_text(json.dumps(turns))
 
         ids = ids_of(messages, template, ours)
         assert [ours.decode([i]) for i in ids if i in forbidden] == written * 2
-
-
-def test_added_tokens_that_a_template_does_not_write_are_ids_as_in_any_text(chatml_tokenizer):
-    ours, _ = chatml_tokenizer
-    template = Template(chat.CHATML, "x", reserved=ours.special_tokens)
-    ids = ids_of([{"role": "user", "content": "gut   [INST]"}, ANSWER], template, ours)
-    added = [ours.decode([i]) for i in ids if i > ours.special_tokens[WIDE].id]
-    assert added == ["gut", "   ", "[INST]"] and ours.encode("gut   [INST]").tolist()[-1] in ids
-
-
-def test_a_marker_that_other_words_can_spell_is_refused(chatml_tokenizer, tmp_path):
-    """Here in small letters: no search for its name could find them all."""
-    library = pytest.importorskip("tokenizers")
-    ours, _ = chatml_tokenizer
-    made = library.Tokenizer.from_file(ours.path)
-    made.normalizer = library.normalizers.Lowercase()
-    made.save(str(tmp_path / "lower.json"))
-    names = tokenizers.load(str(tmp_path / "lower.json")).special_tokens
-    Template(chat.CHATML, "x", reserved=names)
-    assert "[INST], which other words" in refusal(Template, INST, "x", reserved=names)
-
-
-def test_end_of_text_that_a_template_writes_after_some_message_is_refused():
-    """Not in the sample of every template, so each example is looked at."""
-    source = chat.CHATML + "{% if messages | length > 4 %}{{ '<|endoftext|>!' }}{% endif %}"
-    template = Template(source, "x")
-    assert turns_of({"messages": CONVERSATION}, template)
-    message = refusal(turns_of, {"messages": CONVERSATION + CONVERSATION}, template)
-    assert "writes <|endoftext|> between turns" in message
-
-
-def test_a_template_that_changes_earlier_turns_is_refused():
-    source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    message = refusal(turns_of, {"messages": CONVERSATION}, Template(source, "x"))
-    assert "renders an earlier turn differently" in message
-
-
-@pytest.mark.parametrize("words", ["<assistant><think>", "<model>"])
-def test_a_request_that_does_not_precede_an_answer_is_named(words):
-    """The turns before it are the same."""
-    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-    asks = f"{{% if add_generation_prompt %}}{words}{{% endif %}}"
-    message = refusal(turns_of, {"messages": CONVERSATION}, Template(source + asks, "x"))
-    assert f"add_generation_prompt, '{words}', does not precede" in message
 
 
 # --- turns -> ids
@@ -557,13 +416,12 @@ TURNS = [Turn("ab", "c"), Turn("defg", "h", 0), Turn("ij", "k")]
         ({"target_responses": "all"}, "ck."),
         ({"target_prompts": "all"}, "bdefgijk."),
         ({"target_prompts": "length>=3"}, "defgk."),
-        ({"target_prompts": "length>=5"}, "k."),
         ({"target_prompts": "all", "target_responses": "all"}, "bcdefgijk."),
     ],
 )
 def test_what_is_learned(settings, learned):
     """A weight in the file decides first. The first id is never learned."""
-    ids = chat.encode(TURNS, BYTES, row_format(**settings))
+    ids = chat.encode(TURNS, BYTES, replace(LAST, **settings))
     assert BYTES.decode(ids[ids >= 0]).replace("<|endoftext|>", ".") == learned
     assert BYTES.decode(np.maximum(ids, ~ids)) == "abcdefghijk<|endoftext|>"
 
@@ -592,7 +450,7 @@ FORMATS = st.builds(
 @given(st.lists(st.lists(TURN, min_size=1, max_size=3), max_size=12), FORMATS)
 def test_every_token_is_in_a_row_exactly_once_learned_or_not_as_it_should(examples, rows):
     """Told apart by hand: ids first, then which of them are learned, then what is cut."""
-    expected = []
+    expected, n_cut = [], 0
     for turns in examples:
         ids, learned = [], []
         for number, turn in enumerate(turns, 1):
@@ -607,20 +465,19 @@ def test_every_token_is_in_a_row_exactly_once_learned_or_not_as_it_should(exampl
         pairs = list(zip(ids, learned, strict=True))[: rows.max_seq_len]
         if any(is_learned for _, is_learned in pairs):
             expected.append(pairs)
+            n_cut += len(ids) > rows.max_seq_len
 
     texts = [json.dumps([[t.read, t.written, t.learn] for t in turns]) for turns in examples]
     ids, about = make_rows(texts, BYTES, rows)
-    assert about["documents"] == len(expected)
+    assert (about["documents"], about["cut"]) == (len(expected), n_cut)
     assert about["dropped"] == len(examples) - len(expected)
     assert about["filled"] == sum(map(len, expected))
-    assert about["learned"] == sum(is_learned for pairs in expected for _, is_learned in pairs)
-    assert found_in(ids, rows) == sorted(expected)
-
-
-def found_in(ids, rows):
-    """The examples in rows: each ends with end-of-text, or where its row ends."""
-    found = []
+    learned = [i for pairs in expected for i, is_learned in pairs if is_learned]
+    assert about["learned"] == len(learned)
+    assert about["text_bytes"] == max(1, sum(i != 256 for i in learned)) or not expected
     assert len(ids) % rows.max_seq_len == (1 % rows.max_seq_len if len(ids) else 0)
+
+    found = []  # each example ends with end-of-text, or where its row ends
     for row in ids[:-1].reshape(-1, rows.max_seq_len).tolist() if len(ids) else []:
         pairs = [(i if i >= 0 else ~i, i >= 0) for i in row]
         while pairs:
@@ -628,16 +485,8 @@ def found_in(ids, rows):
             end = ends[0] if ends else len(pairs)
             found.append(pairs[:end])
             pairs = pairs[end:]
-    return sorted(pairs for pairs in found if pairs != [(256, False)])  # else padding
-
-
-def test_what_is_cut_and_dropped_is_counted():
-    texts = [json.dumps([["p" * n, "answer", None]]) for n in (3, 60, 63, 64, 200)]
-    texts.append(json.dumps([["p", "answer", 0]]))
-    ids, about = make_rows(texts, BYTES, LAST)
-    assert (about["documents"], about["cut"], about["dropped"]) == (3, 2, 3)
-    assert about["learned"] == 7 + 4 + 1 == (ids >= 0).sum()
-    assert about["text_bytes"] == 6 + 4 + 1  # of what is learned; end-of-text has none
+    padding = [(256, False)]
+    assert sorted(pairs for pairs in found if pairs != padding) == sorted(expected)
 
 
 # --- settings
@@ -647,7 +496,6 @@ def test_what_is_cut_and_dropped_is_counted():
     "settings, message",
     [
         ({"target_prompts": "length>=x"}, "'length>=x', expected none, all, or"),
-        ({"target_prompts": "some"}, "'some', expected none, all, or length>=N"),
         ({"max_tokens": 1000}, "--max_tokens=0"),
     ],
 )

@@ -2,16 +2,13 @@
 
 import json
 import os
-import random
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, byte_level, refusal
+from conftest import byte_level, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,24 +110,20 @@ def test_decode_replaces_what_is_no_text(any_kind):
     assert any_kind.decode([half_e]) == "\ufffd"
     assert any_kind.decode_bytes([half_e]) == b"\xc3"
     assert any_kind.decode([]) == ""
-
-
-def test_half_a_surrogate_pair_is_replaced(any_kind):
-    assert any_kind.decode(any_kind.encode("a\ud800b")) == "a\ufffdb"
+    half_a_surrogate_pair = "a\ud800b"
+    assert any_kind.decode(any_kind.encode(half_a_surrogate_pair)) == "a\ufffdb"
 
 
 def test_long_runs_of_one_character(any_kind):
     for character in " \na-":
-        assert any_kind.decode(any_kind.encode(character * 1_000_000)) == character * 1_000_000
+        assert any_kind.decode(any_kind.encode(character * 300_000)) == character * 300_000
 
 
-def test_bytes_are_the_bytes():
-    ours = load("bytes")
-    assert ours.encode("é\n").tolist() == [0xC3, 0xA9, 10]
-    assert ours.vocab_size == 257 and ours.eot == 256
-
-
-def test_gpt2_ids(gpt2):
+def test_known_ids(gpt2):
+    assert load("bytes").encode("é\n").tolist() == [0xC3, 0xA9, 10] and load("bytes").eot == 256
+    tiny = train_bpe(["low low lower"], 4096)
+    assert tiny.name == "bpe-4096" and tiny.tokens[256:] == [b"lo", b"low", b" low"]
+    assert train_bpe([], 4096).vocab_size == 257
     assert gpt2.vocab_size == 50257
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
     wanted = [31373, 220, 995, 628, 198, 836, 470, 17031]
@@ -166,7 +159,7 @@ def tokens_of(model) -> list[bytes]:
 def test_training_equals_hugging_face():
     texts = stdlib(300_000)
     model = train_there(texts, 2047)
-    ours = train_bpe(texts, 2048)
+    ours = train_bpe(reversed(texts), 2048)
     assert ours.tokens == tokens_of(model) and ours.vocab_size == 2048
     text = stdlib(1_000_000)[-1]
     assert ours.encode(text).tolist() == model.encode(text).ids
@@ -185,38 +178,9 @@ def test_ties_and_overlaps_equal_hugging_face_and_the_slow_version(texts, size):
     assert tokenizer.learn_slowly(words, counts, size) == tokenizer.learn([*words], counts, size)
 
 
-def test_fast_learning_equals_the_slow_one():
-    letters = random.Random(0)
-    words = [[letters.randrange(6) for _ in range(letters.randrange(1, 12))] for _ in range(300)]
-    counts = [letters.randrange(1, 50) for _ in words]
-    assert tokenizer.learn_slowly(words, counts, 500) == tokenizer.learn([*words], counts, 500)
-
-
-def test_training_depends_on_the_corpus_only(bpe):
-    texts = stdlib(100_000)
-    assert train_bpe(reversed(texts), 512).fingerprint == bpe.fingerprint
-    assert train_bpe(texts[1:], 512).fingerprint != bpe.fingerprint
-    code = """
-from text import tokenizer
-print(tokenizer.train_bpe(["in an inn an ant"] * 2, 300).tokens)
-"""
-
-    def tokens_with_hash_seed(seed):
-        command = [sys.executable, "-c", code]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True)
-        return done.stdout
-
-    assert tokens_with_hash_seed("1") == tokens_with_hash_seed("2")
-    assert b" an" in tokens_with_hash_seed("1")
-
-
-def test_vocabulary_of_a_small_corpus():
-    assert train_bpe([], 4096).vocab_size == 257
-    tiny = train_bpe(["low low lower"], 4096)
-    assert tiny.name == "bpe-4096"
-    assert tiny.tokens[256:] == [b"lo", b"low", b" low"]
-    assert tiny.decode(tiny.encode("lowest ß")) == "lowest ß"
+def test_wrong_names():
+    assert "choices: gpt2, bytes, bpe-N" in refusal(load, "gtp2")
+    assert "take bpe-257 or more" in refusal(load, "bpe-256")
 
 
 def test_save_and_load(bpe, tmp_path):
@@ -228,19 +192,6 @@ def test_save_and_load(bpe, tmp_path):
     assert again.name == "bpe-512" and again.vocab_size == 512
     assert again.encode(text).tolist() == bpe.encode(text).tolist()
     assert os.listdir(tmp_path) == ["bpe.json"]
-
-
-def test_a_save_that_fails_leaves_the_old_file(bpe, tmp_path, monkeypatch):
-    path = str(tmp_path / "bpe.json")
-    bpe.save(path)
-
-    def disk_full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", disk_full)
-    with pytest.raises(OSError):
-        train_bpe(["another"], 512).save(path)
-    assert load("bpe-512", path).fingerprint == bpe.fingerprint
 
 
 def forged(texts):
@@ -268,20 +219,6 @@ def test_wrong_files_are_told_apart(bpe, tmp_path):
     assert "path" in refusal(load, "bpe")
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("gtp2", "did you mean 'gpt2'"),
-        ("byte", "did you mean 'bytes'"),
-        ("bpe4096", "did you mean 'bpe-4096'"),
-        ("qwerty", "choices: gpt2, bytes, bpe-N"),
-        ("bpe-256", "smallest is bpe-257"),
-    ],
-)
-def test_wrong_names(name, message):
-    assert message in refusal(load, name)
-
-
 # --- tokenizer.json of others
 
 
@@ -291,23 +228,20 @@ GPT4 = (  # GPT-4's and Llama 3's
 )
 
 
-def theirs(path, pattern=None):
-    """Write a byte-level tokenizer.json. pattern: its own split."""
+@pytest.mark.parametrize("pattern", [GPT4, r"(q+)+$"])
+def test_patterns_of_others_work_or_fail_in_one_line(tmp_path, pattern):
+    """The second one backtracks without end."""
+    library = pytest.importorskip("tokenizers")
     made = byte_level()
-    if pattern:
-        library = pytest.importorskip("tokenizers")
-        split = library.pre_tokenizers.Split(library.Regex(pattern), "isolated")
-        bytes_alone = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.pre_tokenizer = library.pre_tokenizers.Sequence([split, bytes_alone])
-    made.save(str(path))
-    return str(path)
-
-
-def test_patterns_of_others_work(tmp_path):
-    for pattern in (None, GPT4):
-        loaded = load(theirs(tmp_path / "tokenizer.json", pattern))
-        text = "it's 12345 größe\n\n  x"
-        assert loaded.decode(loaded.encode(text)) == text
+    split = library.pre_tokenizers.Split(library.Regex(pattern), "isolated")
+    bytes_alone = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = library.pre_tokenizers.Sequence([split, bytes_alone])
+    made.save(str(tmp_path / "tokenizer.json"))
+    loaded = load(str(tmp_path / "tokenizer.json"))
+    text = "it's 12345 größe\n\n  x"
+    assert loaded.decode(loaded.encode(text)) == text
+    if pattern != GPT4:
+        assert "cannot encode 'qqqq" in refusal(loaded.encode, "q" * 100 + "!")
 
 
 ADDED = st.tuples(
@@ -319,7 +253,7 @@ ADDED = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     added=st.lists(ADDED, min_size=1, max_size=4),
     pieces=st.lists(
@@ -365,27 +299,6 @@ def test_a_marker_is_special_whatever_its_file_says(tmp_path, name, is_marker):
     assert (token_id in loaded.encode(f"a{name}b")) != is_marker
     a, b = loaded.encode("ab").tolist()
     assert loaded.encode_special(f"a{name}b").tolist() == [a, token_id, b]
-
-
-FOREVER = r"[\s\S]{0,300}[\s\S]{0,300}(?<![\s\S])"  # 10 ms a character, whatever the text
-
-
-@pytest.mark.parametrize("spelling", ["Regex", "Re\\u0067ex"])
-def test_a_pattern_that_backtracks_without_end_is_refused(tmp_path, spelling):
-    path = Path(theirs(tmp_path / "tokenizer.json", r"(a+)+$"))
-    path.write_text(path.read_text().replace('"Regex"', f'"{spelling}"'))
-    assert "cannot encode some lines of text" in refusal(load, str(path))
-
-
-def test_a_slow_pattern_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "PROBE_SECONDS", 2)
-    assert "more than 2 s" in refusal(load, theirs(tmp_path / "tokenizer.json", FOREVER))
-
-
-def test_a_pattern_that_fails_on_one_text_is_one_line(tmp_path):
-    """The probe when a file is loaded misses it: its text has no run of the letter q."""
-    loaded = load(theirs(tmp_path / "tokenizer.json", r"(q+)+$"))
-    assert "cannot encode 'qqqq" in refusal(loaded.encode, "q" * 100 + "!")
 
 
 def test_padding_truncation_and_large_ids(tmp_path):

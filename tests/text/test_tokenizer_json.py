@@ -4,11 +4,11 @@ import json
 import random
 
 import pytest
-from conftest import refusal
+from conftest import refusal, slowly
 
 from config import TrainConfig
 from text import prepare, tokenizer_json
-from text.tokenizer import END_OF_TEXT, SPELLING, load, train_bpe
+from text.tokenizer import END_OF_TEXT, load, train_bpe
 
 TEXTS = [
     "In 2023\n\n  and 12345 more",
@@ -29,7 +29,7 @@ def test_our_tokens_give_equal_ids_there():
     def words(alphabet, n):
         return ["".join(draw.choices(alphabet, k=draw.randint(1, 40))) for _ in range(n)]
 
-    for alphabet in ["a", "ab", "aab", "abc", "ab é"] * 6:
+    for alphabet in ["a", "ab", "aab", "abc", "ab é"] * 3:
         ours = train_bpe(words(alphabet, 40), 257 + draw.randint(5, 150))
         theirs = library(ours.content)
         for text in words(alphabet, 40) + TEXTS:
@@ -38,14 +38,14 @@ def test_our_tokens_give_equal_ids_there():
         assert theirs.decode(ours.encode(TEXTS[1]).tolist()) == TEXTS[1]
 
 
-@pytest.mark.slow
-def test_bytes_and_gpt2_give_equal_ids_there(gpt2):
-    for ours in (load("bytes"), gpt2):
-        theirs = library(ours.content)
-        for text in [*TEXTS, (tokenizer_json.__doc__ or "") * 3]:
-            assert theirs.encode(text).ids == ours.encode(text).tolist()
-        assert theirs.get_vocab_size() == ours.vocab_size
-        assert theirs.encode(END_OF_TEXT).ids == [ours.eot]
+@pytest.mark.parametrize("name", ["bytes", slowly("gpt2")])
+def test_bytes_and_gpt2_give_equal_ids_there(name, request):
+    ours = request.getfixturevalue("gpt2") if name == "gpt2" else load(name)
+    theirs = library(ours.content)
+    for text in [*TEXTS, (tokenizer_json.__doc__ or "") * 3]:
+        assert theirs.encode(text).ids == ours.encode(text).tolist()
+    assert theirs.get_vocab_size() == ours.vocab_size
+    assert theirs.encode(END_OF_TEXT).ids == [ours.eot]
 
 
 def write_pair(folder, settings=None, named=None, added=None):
@@ -105,11 +105,6 @@ def test_a_pair_gives_the_ids_of_transformers(more, tmp_path):
     assert copy.fingerprint == found.fingerprint
 
 
-def damage(folder, name, change):
-    value = json.loads((folder / name).read_text(encoding="utf-8"))
-    (folder / name).write_text(json.dumps(change(value)), encoding="utf-8")
-
-
 BAD = {
     "class 'RobertaTokenizer'": (
         "tokenizer_config.json",
@@ -138,10 +133,7 @@ BAD = {
 def test_a_pair_that_cannot_be_read_is_one_line(message, tmp_path):
     pytest.importorskip("tokenizers")
     write_pair(tmp_path, settings=GPT2, added={"chien": N})
-    damage(tmp_path, *BAD[message])
+    name, change = BAD[message]
+    value = json.loads((tmp_path / name).read_text(encoding="utf-8"))
+    (tmp_path / name).write_text(json.dumps(change(value)), encoding="utf-8")
     assert message in refusal(load, str(tmp_path / "vocab.json"))
-
-
-def test_every_byte_has_its_own_spelling():
-    assert len(set(SPELLING.values())) == 256
-    assert SPELLING[ord(" ")] == "Ġ" and SPELLING[ord("a")] == "a"

@@ -5,6 +5,8 @@ upload(client, lines(20))                 the id of an upload
 """
 
 import json
+import os
+import signal
 import types
 
 from fastapi.testclient import TestClient
@@ -14,7 +16,9 @@ from text import chat
 from text import tokenizer as tokenizers
 from web import app
 from web.files import Finetuning
+from web.jobs import Job
 from web.metrics import Metrics
+from web.worker import pids_left
 
 KEYS = ["a-key-of-the-tests-0001", "a-key-of-the-tests-0002"]
 
@@ -46,6 +50,13 @@ def sent(client, content, name="my.jsonl", **fields):
     """The answer to an upload."""
     data = {"purpose": "fine-tune"} | fields
     return client.post("/v1/files", data=data, files={"file": (name, content)})
+
+
+def end_trainings(folder) -> None:
+    """Kill what trains in folder/jobs, whoever has started it."""
+    for job in map(Job, (folder / "jobs/jobs").glob("ftjob-*")):
+        for pid in pids_left(job):
+            os.kill(pid, signal.SIGKILL)
 
 
 def upload(client, content) -> str:

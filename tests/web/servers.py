@@ -1,4 +1,4 @@
-"""What a server's tests share: a folder to serve, serve.py as a process of its own, requests.
+"""What a server's tests share: a folder to serve, serve.py as a process, requests.
 
 served = Served(served_folder(tiny_run, tmp_path), "--rows=4")
 status, body = served.post("/v1/completions", {"model": "run", "prompt": "x"})
@@ -9,19 +9,16 @@ import collections
 import http.client
 import json
 import re
-import resource
+import secrets
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-import time
-import weakref
 from pathlib import Path
 
-from conftest import PATIENCE, ROOT, clean_environment
+from conftest import PATIENCE
+from launches import Program, wait_for
 
 import checkpoint
+import serve
 from config import TrainConfig
 from serving.adapters import write_random
 from weights import load
@@ -42,43 +39,21 @@ def served_folder(tiny_run, folder) -> Path:
     return folder
 
 
-def wait_for(condition) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 class Served:
     """A running serve.py. model: what it serves, if anything. n_files: how many it may open."""
 
     def __init__(self, folder, *flags, model="run", n_files=None):
         words = [model, "--max_tokens=256"] if model else []
-        command = [sys.executable, str(ROOT / "serve.py"), *words, "--port=0"]
-        self.log = Path(tempfile.mkdtemp(dir=folder)) / "log.txt"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, *flags],
-                cwd=folder,
-                env={**clean_environment(), "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                preexec_fn=n_files
-                and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))),
-            )
-        weakref.finalize(self, self.process.kill)  # if the test fails
-        first = self.process.stdout.readline()
-        if not first:
-            self.process.wait(PATIENCE)
-            raise AssertionError(self.said())
-        self.port = int(re.search(r":(\d+)\. Try:", first)[1])
-        self.curl = self.process.stdout.readline()
+        self.log = Path(folder, f"log-{secrets.token_hex(4)}")
+        self.process = Program(serve.main, [*words, "--port=0", *flags], folder, self.log, n_files)
+        wait_for(lambda: "open http" in self.said() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.said()
+        port, self.curl = re.search(r":(\d+)\. Try:\n(.*)", self.said()).groups()
+        self.port = int(port)
 
     def said(self) -> str:
-        """What it has written to standard error."""
-        return self.log.read_text()
+        """What it has printed."""
+        return self.log.read_text() if self.log.exists() else ""
 
     def request(self, method, path, body=None, headers=(), key=KEY):
         """(status, headers, text) of one request."""

@@ -233,11 +233,17 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(one_row, monkeypatch):
     wait_for(lambda: not one_row.service.engine.is_busy)
 
 
-def test_a_body_that_comes_too_slowly_is_refused(one_row, monkeypatch):
+def test_who_asks_too_slowly_is_sent_away(one_row, monkeypatch):
+    """With an answer to half of a body; with none to half of a head."""
+    address = ("127.0.0.1", one_row.port)
     monkeypatch.setattr("web.guard.BODY_SECONDS", 0.05)
-    with socket.create_connection(("127.0.0.1", one_row.port), timeout=PATIENCE) as client:
+    with socket.create_connection(address, timeout=PATIENCE) as client:
         client.sendall(message(LONG)[:-5])
         assert client.recv(100).startswith(b"HTTP/1.1 408")
+    monkeypatch.setattr("web.server.HEAD_SECONDS", 0.05)
+    with socket.create_connection(address, timeout=PATIENCE) as client:
+        client.sendall(message(LONG)[:9])
+        assert client.recv(100) == b""
 
 
 def test_more_connections_than_files(folder):

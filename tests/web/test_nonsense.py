@@ -73,19 +73,7 @@ def nested(depth, value=1):
 
 VALUES = [
     *[None, True, False, 0, 1, 2, -1, 127, 2**31, 2**63, 10**40, 0.0, 1.0, 0.7, -1e308],
-    *[
-        "",
-        "x",
-        "run",
-        "anna",
-        "json_object",
-        "text",
-        "\0",
-        "\ud800",
-        "é" * 50,
-        "x" * 5000,
-        "(" * 99,
-    ],
+    *["", "x", "run", "anna", "json_object", "text", "\0", "\ud800", "é" * 50, "x" * 5000],
     *[[], {}, [[]], [{}], [None], [0], ["x"] * 3, [0] * 20_000, ["a"] * 3000, {"a": {"a": {}}}],
     *[nested(9), nested(50), nested(3, "x"), "(" * 99, {"": ""}, {"type": "text"}, {"$ref": "#"}],
     *map(Raw, ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "01", "'a'", '"\\x"', ""]),
@@ -137,9 +125,7 @@ def changed(rng, body):
     elif how < 0.8:
         del place[last]
     elif how < 0.9 and isinstance(place, dict):
-        place[rng.choice(["", "N", "tools", "suffix", "best_of", "logit_bias", "a\0"])] = place[
-            last
-        ]
+        place[rng.choice(NAMES)] = place[last]
     else:
         place[last] = [place[last]] * rng.choice([0, 1, 2, 300])
     return body

@@ -10,30 +10,26 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, rooms_on_path
+from conftest import PATIENCE, ROOT
+from launches import Program
 from servers import KEY, Served, wait_for
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
-from finetuning import lines  # noqa: E402
+from finetuning import end_trainings, lines  # noqa: E402
 
 from bench.page import FLAGS, write_run  # noqa: E402
-from web import app  # noqa: E402
-from web.jobs import Job  # noqa: E402
-from web.worker import pids_left  # noqa: E402
+from web import app, worker  # noqa: E402
 
 MS = 1000 * PATIENCE
-SIZES = [(1280, 860), (390, 844)]
-THEMES = ["light", "dark"]
+LOOKS = [((1280, 860), "light"), ((390, 844), "dark")]  # a size, a theme
 
 
 @contextlib.contextmanager
@@ -144,7 +140,7 @@ def browser():
 class Visit:
     """A tab, which notes all that the console says."""
 
-    def __init__(self, browser, port, size=SIZES[0], theme="light"):
+    def __init__(self, browser, port, size=LOOKS[0][0], theme="light"):
         width, height = size
         viewport = {"width": width, "height": height}
         self.context = browser.new_context(viewport=viewport, color_scheme=theme)
@@ -229,28 +225,23 @@ def test_names_that_every_object_has_break_no_view(browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_step_of_a_run_appears_by_itself(browser, runs):
+def test_the_keyboard_is_enough_and_a_new_step_appears_by_itself(browser, runs):
     with viewer({"": runs}) as port:
-        page = Visit(browser, port).open("runs?run=team%2Fsecond")
+        page = Visit(browser, port).open("planner")
+        page.get_by_role("link", name="Runs").focus()
+        page.keyboard.press("Enter")
+        page.get_by_label("Choose team/second").focus()
+        page.keyboard.press("Space")
+        page.locator("#run-chart polyline").first.wait_for(state="attached")
+        page.locator("#run-chart .plot").focus()
+        page.keyboard.press("ArrowLeft")
+        assert "team/second" in page.locator("#run-chart .tip").inner_text()
+
         page.get_by_text("at step 300").wait_for()
         row = json.loads((runs / "team/second/metrics.jsonl").read_text().splitlines()[-1])
         with (runs / "team/second/metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, "step": 301, "loss": 1.2345}) + "\n")
         page.get_by_text("at step 301").wait_for()
-
-
-@pytest.mark.slow
-def test_the_keyboard_is_enough(browser, runs):
-    with viewer({"": runs}) as port:
-        page = Visit(browser, port).open("planner")
-        page.get_by_role("link", name="Runs").focus()
-        page.keyboard.press("Enter")
-        page.get_by_label("Choose team/first").focus()
-        page.keyboard.press("Space")
-        page.locator("#run-chart polyline").first.wait_for(state="attached")
-        page.locator("#run-chart .plot").focus()
-        page.keyboard.press("ArrowLeft")
-        assert "team/first" in page.locator("#run-chart .tip").inner_text()
 
 
 # --- The whole story
@@ -264,15 +255,13 @@ def place(tiny_run, tmp_path):
     (tmp_path / "keys.txt").write_text(KEY)
     flags = ["--jobs=jobs", "--runs=runs", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
     server = Served(tmp_path, *flags)
-    command = [sys.executable, "-m", "web.worker", "jobs", "--poll_seconds=0.05"]
-    worker = subprocess.Popen(command, cwd=tmp_path, env=rooms_on_path())
+    flags = ["jobs", "--poll_seconds=0.05"]
+    trainer = Program(worker.main, flags, tmp_path, tmp_path / "worker.log")
     yield server
-    for process in (worker, server.process):
+    for process in (trainer, server.process):
         process.kill()
         process.wait()
-    for job in map(Job, (tmp_path / "jobs/jobs").glob("ftjob-*")):
-        for pid in pids_left(job):
-            os.kill(pid, signal.SIGKILL)
+    end_trainings(tmp_path)
 
 
 def choose_file(page, content) -> None:
@@ -361,17 +350,16 @@ SEEN = {  # view: what is there as soon as it has loaded
 
 
 def look_at_all(browser, place, runs, folder) -> None:
-    """Each view in both sizes and themes: a picture, nothing too wide, readable for all."""
-    for size in SIZES:
-        for theme in THEMES:
-            visit = Visit(browser, place.port, size, theme)
-            visit.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{KEY}')")
-            for view, there in SEEN.items():
-                page = visit.open(runs if view == "runs" else view)
-                page.locator(there).first.wait_for(state="attached")
-                page.screenshot(path=folder / f"{view}-{size[0]}-{theme}.png", full_page=True)
-                too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-                assert too_wide <= 0, (view, size)
-                assert accessible(page) == [], (view, size, theme)
-            assert visit.errors() == []
-            visit.context.close()
+    """Each view in both looks: a picture, nothing too wide, readable for all."""
+    for size, theme in LOOKS:
+        visit = Visit(browser, place.port, size, theme)
+        visit.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{KEY}')")
+        for view, there in SEEN.items():
+            page = visit.open(runs if view == "runs" else view)
+            page.locator(there).first.wait_for(state="attached")
+            page.screenshot(path=folder / f"{view}-{theme}.png", full_page=True)
+            too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert too_wide <= 0, (view, size)
+            assert accessible(page) == [], (view, size, theme)
+        assert visit.errors() == []
+        visit.context.close()

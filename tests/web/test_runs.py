@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from conftest import json_lines, refusal
+from conftest import json_lines, refusal, slowly
 from servers import KEY, Served, wait_for
+from test_fuzz import damages, put
 
 import config
 import serve
@@ -129,30 +131,11 @@ def test_a_real_run(tiny_run):
 
 def test_minima_and_maxima_are_kept(tmp_path):
     """Of spikes that are one step wide, whatever the number of points."""
-    check_spikes(tmp_path, 20_000)
-
-
-@pytest.mark.slow
-def test_minima_and_maxima_of_a_million_rows_are_kept(tmp_path):
-    check_spikes(tmp_path, 1_000_000)
-
-
-def check_spikes(tmp_path, n_rows):
-    rng = random.Random(n_rows)
+    rng, n_rows = random.Random(0), 20_000
     spikes = {rng.randrange(1, n_rows): rng.choice([-7.5, 99.5]) for _ in range(40)}
-    parts = [json.dumps(STEP).partition(key)[::2] for key in ('"step": 1', '"loss": 5.5')]
-    before, after = parts[0][0] + '"step": ', parts[1][1]
-    between = json.dumps(STEP).removeprefix(before + "1").removesuffix("5.5" + after)
-    folder = run_folder(tmp_path / "long", max_steps=n_rows)
-    with open(folder / "metrics.jsonl", "w") as file:
-        for number in range(1, n_rows + 1):
-            file.write(f"{before}{number}{between}{spikes.get(number, 5.5)}{after}\n")
-    client = client_of(tmp_path)
-    found = curve_of(client, "long", points=100)
-    while found["problem"]:
-        assert "ask again" in found["problem"]
-        found = curve_of(client, "long", points=100)
-
+    rows = [step(number, loss=spikes.get(number, 5.5)) for number in range(1, n_rows + 1)]
+    run_folder(tmp_path / "long", *rows)
+    found = curve_of(client_of(tmp_path), "long", points=100)
     assert len(found["x"]) == 100
     assert found["last"] == n_rows
     size = n_rows // 100
@@ -276,83 +259,30 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
         assert sum(len(columns.steps) for columns in known.columns.values()) <= 25
 
 
-def test_the_fast_way_to_read_a_row_agrees_with_the_plain_one(tmp_path):
-    rng = random.Random(1)
-    special = [math.nan, math.inf, -math.inf, 0, 1e-45, 1e39, -2.5, 10**18]
-    columns = [runs.Columns(tmp_path / "none") for _ in range(2)]
-    for number in range(500):
-        row = step(rng.randrange(10**9), loss=rng.expovariate(1))
-        for name in runs.CURVES:
-            if rng.random() < 0.2:
-                row[name] = rng.choice(special)
-        lines = json_lines(row).encode()
-        if number % 5 == 0:  # damage
-            place = rng.randrange(len(lines) - 1)
-            lines = lines[:place] + bytes([rng.randrange(32, 127)]) + lines[place + 1 :]
-        columns[0].add_lines(lines)
-        columns[1].add_row(*runs.parsed(lines))
-    fast, plain = columns
-    assert fast.steps == plain.steps
-    assert fast.n_bad == plain.n_bad
-    for name in runs.CURVES:
-        assert list(map(repr, fast.values[name])) == list(map(repr, plain.values[name])), name
-
-
 # --- States
 
 
-def make_empty(folder):
-    folder.mkdir()
-
-
-def make_foreign(folder):
+def of_another_program(folder):
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "mpt"}')
 
 
-def make_newer(folder):
-    run_folder(folder, step(1), a_setting_of_tomorrow=1)
-
-
-def make_stopped(folder):
-    run_folder(folder, step(1))
-
-
-def make_finished(folder):
-    run_folder(folder, step(100))
-
-
-def make_without_steps(folder):
-    run_folder(folder)
-
-
-def make_damaged_settings(folder):
+def damaged_settings(folder):
     (run_folder(folder, step(1)) / "config.json").write_text("{")
 
 
-def make_binary(folder):
-    (run_folder(folder, step(1)) / "metrics.jsonl").write_bytes(bytes(range(256)) * 100)
+def metrics(make):
+    """A run with something else in the place of its metrics.jsonl: make(path)."""
+
+    def made(folder):
+        path = run_folder(folder, step(1)) / "metrics.jsonl"
+        path.unlink()
+        make(path)
+
+    return made
 
 
-def make_metrics_folder(folder):
-    path = run_folder(folder, step(1)) / "metrics.jsonl"
-    path.unlink()
-    path.mkdir()
-
-
-def make_pipe(folder):
-    path = run_folder(folder, step(1)) / "metrics.jsonl"
-    path.unlink()
-    os.mkfifo(path)
-
-
-def make_link_out(folder):
-    path = run_folder(folder, step(1)) / "metrics.jsonl"
-    path.unlink()
-    path.symlink_to("/etc/passwd")
-
-
-def make_dead(folder):
+def dead(folder):
     """Its process was killed a moment ago."""
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
@@ -360,32 +290,33 @@ def make_dead(folder):
     (folder / "lease.json").write_text(json.dumps(owner))
 
 
-def make_silent(folder):
+def silent(folder):
     """Its process lives, and its heart has not beaten for a long time."""
     owner = lease.Lease(str(run_folder(folder, step(1)))).me
     (folder / "lease.json").write_text(json.dumps(owner))
     os.utime(folder / "lease.json", (1e9, 1e9))
 
 
-STATES = [
-    (make_empty, "empty"),
-    (make_foreign, "empty"),
-    (make_without_steps, "empty"),
-    (make_newer, "newer"),
-    (make_stopped, "stopped"),
-    (make_dead, "stopped"),
-    (make_silent, "stopped"),
-    (make_finished, "finished"),
-    (make_damaged_settings, "damaged"),
-    (make_binary, "damaged"),
-    (make_metrics_folder, "damaged"),
-    (make_pipe, "damaged"),
-    (make_link_out, "damaged"),
-]
+FOLDERS = {
+    "nothing": (Path.mkdir, "empty"),
+    "another program's": (of_another_program, "empty"),
+    "no step": (run_folder, "empty"),
+    "newer": (lambda folder: run_folder(folder, step(1), of_tomorrow=1), "newer"),
+    "a step": (lambda folder: run_folder(folder, step(1)), "stopped"),
+    "dead": (dead, "stopped"),
+    "silent": (silent, "stopped"),
+    "all steps": (lambda folder: run_folder(folder, step(100)), "finished"),
+    "damaged settings": (damaged_settings, "damaged"),
+    "bytes": (metrics(lambda path: path.write_bytes(bytes(range(256)) * 100)), "damaged"),
+    "a folder": (metrics(Path.mkdir), "damaged"),
+    "a pipe": (metrics(os.mkfifo), "damaged"),
+    "a link": (metrics(lambda path: path.symlink_to("/etc/passwd")), "damaged"),
+}
 
 
-@pytest.mark.parametrize("make, state", STATES, ids=lambda part: getattr(part, "__name__", ""))
-def test_a_folder_is_shown_as_what_it_is(make, state, tmp_path):
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_is_shown_as_what_it_is(kind, tmp_path):
+    make, state = FOLDERS[kind]
     make(tmp_path / "it")
     client = client_of(tmp_path)
     line = line_of(client, "it")
@@ -496,17 +427,9 @@ def test_wrong_questions_are_refused(tmp_path):
         assert words.partition("=")[0] in strict(answer)["error"]["message"]
 
 
-def test_damaged_files_never_fail_the_server(tmp_path):
-    """Flipped, cut, repeated and odd bytes in each file of a run."""
-    damage_and_ask(tmp_path, 30)
-
-
-@pytest.mark.slow
-def test_many_damaged_files_never_fail_the_server(tmp_path):
-    damage_and_ask(tmp_path, 400)
-
-
-def damage_and_ask(tmp_path, n_cases):
+@pytest.mark.parametrize("n_cases", [20, slowly(80)])
+def test_damaged_files_never_fail_the_server(tmp_path, n_cases):
+    """Each file of a run in turn."""
     folder = run_folder(tmp_path / "a", *map(step, range(1, 6)), lora_rank=2)
     guess = {"foundry": 0.5, "foundry_stderr": 0.1, "chance": 0.25, "n": 10}
     rows = [{"step": 0, "val_loss": 3.0, "val_bits_per_byte": 1.0}, *map(step, range(1, 6))]
@@ -519,47 +442,15 @@ def damage_and_ask(tmp_path, n_cases):
         "results.json": json.dumps({"settings": {}, "tasks": {"guess": guess}}).encode(),
     }
     client = client_of(tmp_path)
-    rng = random.Random(n_cases)
-    for case in range(n_cases):
-        name = rng.choice(list(good))
-        for each, content in good.items():
-            (folder / each).write_bytes(damaged(content, rng) if each == name else content)
-        for path in ("/api/runs", "/api/evaluations", "/api/runs/a/curve", "/api/runs/a/about"):
-            answer = client.get(path)
-            assert answer.status_code == 200, (case, name, answer.text)
-            strict(answer)
-        assert client.get("/api/runs/a/card").status_code in (200, 404)
-
-
-ODD = [
-    b"NaN",
-    b"-1",
-    b"1e999",
-    b'"\\ud800"',
-    b"null",
-    b"[" * 5000,
-    b"9" * 5000,
-    b"\0",
-    b"{}",
-    b"\n",
-]
-
-
-def damaged(content: bytes, rng) -> bytes:
-    """A damaged version of a file."""
-    begin, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
-    kind = rng.randrange(5)
-    if kind == 0:
-        return content[:end]
-    if kind == 1:
-        return content[:begin] + rng.choice(ODD) + content[end:]
-    if kind == 2:
-        return content[:begin] + rng.randbytes(end - begin) + content[end:]
-    if kind == 3:  # another value in the place of a number
-        numbers = [place for place, byte in enumerate(content) if byte in b"0123456789"]
-        place = rng.choice(numbers)
-        return content[:place] + rng.choice(ODD) + content[place + 1 :]
-    return content[begin:] + content[:begin]
+    for name, sound in good.items():
+        for what, content in damages(sound, random.Random(n_cases), n_cases):
+            put(folder / name, content)
+            for path in ("/api/runs", "/api/evaluations", "/api/runs/a/curve", "/api/runs/a/about"):
+                answer = client.get(path)
+                assert answer.status_code == 200, (name, what, answer.text)
+                strict(answer)
+            assert client.get("/api/runs/a/card").status_code in (200, 404)
+        put(folder / name, sound)
 
 
 def test_many_threads_ask_while_a_run_grows(tmp_path):

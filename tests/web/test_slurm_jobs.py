@@ -7,7 +7,7 @@ import sys
 import weakref
 
 import pytest
-from conftest import PATIENCE, launch, rooms_on_path
+from conftest import PATIENCE, refusal, rooms_on_path
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -16,6 +16,7 @@ from finetuning import client_of, lines
 from servers import wait_for
 from test_jobs import JOBS, LONG, created, messages, set_settings, starts, status, steps
 
+from web import worker
 from web.jobs import Job
 
 
@@ -166,6 +167,4 @@ def test_a_job_that_slurm_refuses_fails(place):
 )
 def test_a_worker_that_cannot_submit_says_so(tmp_path, monkeypatch, flags, words):
     monkeypatch.setenv("PATH", "")
-    (tmp_path / "jobs").mkdir()
-    done = launch([], tmp_path, ["jobs", *flags], "web/worker.py")
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert words in refusal(worker.main, [str(tmp_path), *flags])

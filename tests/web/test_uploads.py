@@ -151,11 +151,16 @@ def test_pages_of_a_list(client):
         assert client.get(f"/v1/files?{wrong}").status_code == 400
 
 
-@pytest.mark.parametrize("name", ["..", "%2e%2e", "..%2ffiles", "file-", "file-" + "0" * 24, "%00"])
+@pytest.mark.parametrize(
+    "name", ["..", "%2e%2e", "..%2ffiles", "%00", "file-", "file-" + "0" * 24, "ftjob-" + "0" * 24]
+)
 def test_no_name_leaves_the_folder(client, name):
-    for path in (f"/v1/files/{name}", f"/v1/files/{name}/content"):
+    """Of files and jobs."""
+    file, job = f"/v1/files/{name}", f"/v1/fine_tuning/jobs/{name}"
+    for path in (file, f"{file}/content", job, f"{job}/events", f"{job}/checkpoints"):
         assert client.get(path).status_code in (404, 405)
-    assert client.delete(f"/v1/files/{name}").status_code in (404, 405)
+    assert client.delete(file).status_code in (404, 405)
+    assert client.post(f"{job}/cancel").status_code in (404, 405)
 
 
 def test_a_key_is_needed(tmp_path):

@@ -10,7 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import TORCHRUN, launch, refusal
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkpoint
 import parallel
@@ -273,7 +277,7 @@ def fill_on(world, folder, cfg, mode, dtype):
 
     Returns its logits, and the set of answers to: does this rank hold the whole parameter?
     """
-    train = TrainConfig(sharding=mode, shard_size=world.global_size // 2)
+    train = TrainConfig(sharding=mode)
     with torch.device("meta"):
         model = MPT(cfg).to(dtype)
     model = parallel.parallelize(model, parallel.make_mesh(world, train), train, "fp32")
@@ -284,17 +288,76 @@ def fill_on(world, folder, cfg, mode, dtype):
         return model.eval()(tokens(cfg)).numpy(), whole
 
 
-@pytest.mark.parametrize("size, mode", [(2, "FULL_SHARD"), (2, "DDP"), (4, "HYBRID_SHARD")])
-def test_straight_onto_ranks(ranks, size, mode, tmp_path):
-    """Vocabulary and width divide by neither 2 nor 4, so the last rank has fewer rows."""
+@pytest.mark.parametrize("mode", ["FULL_SHARD", "DDP"])
+def test_straight_onto_ranks(ranks, mode, tmp_path):
+    """The vocabulary does not divide by 2, so the last rank has fewer rows."""
     cfg = MPTConfig(d_model=30, n_heads=5, n_layers=2, max_seq_len=20, vocab_size=101, qk_ln=True)
     model = build(cfg, dtype=torch.double)
     hf.export(model, tmp_path / "out", max_bytes=20_000)
     with torch.no_grad():
         wanted = model(tokens(cfg))
-    for logits, whole in ranks(size)(fill_on, str(tmp_path / "out"), cfg, mode, torch.double):
+    for logits, whole in ranks(2)(fill_on, str(tmp_path / "out"), cfg, mode, torch.double):
         assert whole == {mode == "DDP"}
         assert relative_error(torch.from_numpy(logits), wanted) < 1e-12
+
+
+def init_from_run(world, run, cfg, other):
+    """Start from a run under FSDP; then try to start another model from it.
+
+    Returns the logits, the error message, and whether every rank raises that error.
+    """
+    train = TrainConfig()
+    with torch.device("meta"):
+        models = [MPT(cfg), MPT(other)]
+    mesh = parallel.make_mesh(world, train)
+    models = [parallel.parallelize(model, mesh, train, "fp32") for model in models]
+    for model in models:
+        parallel.materialize(model, world.device, None)
+    load.init_from(models[0], run)
+    try:
+        load.init_from(models[1], run)
+    except UserError as error:
+        with torch.no_grad():
+            return models[0](tokens(cfg)).numpy(), str(error), error.on_all_ranks
+
+
+def test_a_run_of_ours_onto_ranks(ranks, tmp_path):
+    """Without a process group, and on two ranks.
+
+    Dropout may differ, and the length under ALiBi; ALiBi's slopes may not.
+    """
+    cfg = replace(SMALL, alibi=True, vocab_size=300)
+    model = build(cfg)
+    hf.export(model, tmp_path / "theirs")
+    hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
+    free = {"resid_pdrop": 0.1, "max_seq_len": 20, "learned_pos_emb": False}
+    alone = empty(replace(cfg, attn_impl="sdpa", kv_n_heads=6, **free))
+    load.init_from(alone, tmp_path / "run/checkpoints/step-0")
+    assert same_weights(alone, model)
+
+    other = replace(cfg, alibi_bias_max=16, clip_qkv=6)
+    with torch.no_grad():
+        wanted = model(tokens(cfg))
+    for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
+        assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
+        assert "alibi_bias_max 8.0 (here 16), clip_qkv None (here 6)" in error and everywhere
+
+
+def test_rows_of_hybrid_sharding(tmp_path):
+    """Four ranks in turn, each in a group that is pretended: two replicas, cut over two ranks."""
+    name = "transformer.wte.weight"
+    model = build(replace(SMALL, vocab_size=101))
+    whole = model.state_dict()[name]
+    hf.export(model, tmp_path / "out")
+    stored = {name: hf.find_tensors(tmp_path / "out", model)[name]}
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        mesh = init_device_mesh("cpu", (2, 2))
+        wanted = distribute_tensor(whole, mesh, (Replicate(), Shard(0)), src_data_rank=None)
+        found = torch.full_like(wanted, torch.nan)
+        tensor_files.fill({name: WHOLE.pieces(name, found)}, stored)
+        assert torch.equal(found.to_local(), wanted.to_local())
+        dist.destroy_process_group()
 
 
 MEASURE = """

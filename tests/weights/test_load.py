@@ -6,15 +6,12 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 from conftest import refusal
 from test_checkpoint import made_up
-from test_hf import SMALL, build, empty, relative_error, same_weights, tokens
+from test_hf import SMALL, build, empty
 
-import parallel
 from config import TrainConfig
 from model import MPT
-from program import UserError
 from text import tokenizer as tokenizers
 from weights import hf, hf_tokenizer, load
 
@@ -59,48 +56,6 @@ def test_a_run_is_a_base_that_may_go_and_may_be_damaged(tmp_path, capsys):
 
 
 # --- starting from other weights
-
-
-def init_from_run(world, run, cfg, other):
-    """Start from a run under FSDP; then try to start another model from it.
-
-    Returns the logits, the error message, and whether every rank raises that error.
-    """
-    train = TrainConfig()
-    with torch.device("meta"):
-        models = [MPT(cfg), MPT(other)]
-    mesh = parallel.make_mesh(world, train)
-    models = [parallel.parallelize(model, mesh, train, "fp32") for model in models]
-    for model in models:
-        parallel.materialize(model, world.device, None)
-    load.init_from(models[0], run)
-    try:
-        load.init_from(models[1], run)
-    except UserError as error:
-        with torch.no_grad():
-            return models[0](tokens(cfg)).numpy(), str(error), error.on_all_ranks
-
-
-def test_init_from_a_run_of_ours(ranks, tmp_path):
-    """Without a process group, and on two ranks.
-
-    Dropout may differ, and the length under ALiBi; ALiBi's slopes may not.
-    """
-    cfg = replace(SMALL, alibi=True, vocab_size=300)
-    model = build(cfg)
-    hf.export(model, tmp_path / "theirs")
-    hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
-    free = {"resid_pdrop": 0.1, "max_seq_len": 20, "learned_pos_emb": False}
-    alone = empty(replace(cfg, attn_impl="sdpa", kv_n_heads=6, **free))
-    load.init_from(alone, tmp_path / "run/checkpoints/step-0")
-    assert same_weights(alone, model)
-
-    other = replace(cfg, alibi_bias_max=16, clip_qkv=6)
-    with torch.no_grad():
-        wanted = model(tokens(cfg))
-    for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
-        assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
-        assert "alibi_bias_max 8.0 (here 16), clip_qkv None (here 6)" in error and everywhere
 
 
 @pytest.mark.parametrize(
