@@ -33,12 +33,11 @@ from pathlib import Path
 
 import torch
 
-import config
 import program
 from attention import function_of
-from config import MPTConfig, say_once
+from config import MPTConfig
 from lifecycle.resume import norm_of
-from program import UserError, require
+from program import UserError, require, say_once
 from storage import files
 from weights.tensor_files import nested, read_pickle
 
@@ -180,7 +179,7 @@ def values_of(group: dict, place: str, source: str) -> dict:
         home = HOMES.get(key)
         if home == place:
             if key not in OTHER_ATTENTION_KEYS:
-                values[key] = config.checked(value, types[key], key, source)
+                values[key] = program.checked(value, types[key], key, source)
         elif key not in [*IGNORED_KEYS, *SAMPLING_KEYS, *RESTATED]:
             if key in DECIDES and isinstance(value, dict):
                 value = value.get(DECIDES[key])
