@@ -22,21 +22,17 @@ import ast
 import dataclasses
 import difflib
 import functools
-import inspect
-import itertools
 import json
 import math
 import os
-import re
 import runpy
 import sys
 import types
-import typing
 from dataclasses import dataclass
 from typing import Literal
 
 import program
-from program import UserError, require
+from program import UserError, checked, require, shown, types_of
 
 # Smallest and largest value of each number; whatever is outside is a typo.
 # Every number of the trainer and the planner has an entry, and every figure of a calibration.
@@ -81,6 +77,10 @@ RANGES = {
         (1, 10**9, "batch"),
         (0, 2**24, "context window document"),
         (1e-6, 10**9, "matmul_tflops memory_gbs collectives_gbs latency_us"),
+        # Benchmarks.
+        (1, 10**6, "rounds turns steps grad_accum texts streams new_tokens runs chosen"),
+        (1, 10**4, "threads"),
+        (1e-6, 10**4, "seconds minutes"),
     ]
     for name in names.split()
 }
@@ -91,19 +91,6 @@ MAX_PARAMETERS = 10**13
 
 # The linear layers of a block, in the order in which it computes them.
 LINEAR_LAYERS = ["Wqkv", "out_proj", "up_proj", "down_proj"]
-# Names of such layers in other models, and ours for the same thing.
-FOREIGN_LAYERS = {
-    "Wqkv": "q_proj k_proj v_proj qkv_proj qkv query_key_value c_attn",
-    "out_proj": "o_proj c_proj dense",
-    "up_proj": "gate_proj gate_up_proj c_fc fc1 fc_in dense_h_to_4h w1",
-    "down_proj": "fc2 fc_out dense_4h_to_h w2",
-    "all": "all-linear",
-}
-EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
-TRACKERS = ["tensorboard", "wandb", "mlflow", "trackio"]  # see lifecycle/trackers.py
-# These have no effect without lora_rank, and those without data_format=chat.
-ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
-CHAT_SETTINGS = "chat_template target_prompts target_responses packing".split()
 
 Norm = Literal["low_precision_layernorm", "layernorm"]  # computed in bf16, or in fp32
 AttentionImpl = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"]
@@ -165,36 +152,28 @@ class MPTConfig:
     def check(self) -> None:
         """Raise UserError if a setting is out of range or contradicts another."""
         check_ranges(self)
-        self.check_sizes()
-        self.check_attention()
-
-    def check_sizes(self) -> None:
-        """Raise UserError if the feed-forward has no width, or the model is absurdly large."""
-        ratio = f"expansion_ratio {self.expansion_ratio}"
-        require(self.hidden_dim > 0, f"{ratio} leaves the feed-forward no hidden width")
-
-        block = 4 * self.d_model**2 + 2 * self.d_model * self.hidden_dim
-        size = self.n_layers * block + self.vocab_size * self.d_model
-        limit = f"expected at most {MAX_PARAMETERS:.0e}"
-        require(size <= MAX_PARAMETERS, f"the model has {size:.0e} parameters, {limit}")
-
-    def check_attention(self) -> None:
-        """Raise UserError if the heads do not divide evenly, or attn_impl cannot compute them."""
-        d_model, n_heads, n_kv_heads = self.d_model, self.n_heads, self.n_kv_heads
+        d_model, n_heads, n_kv = self.d_model, self.n_heads, self.n_kv_heads
         require(d_model % n_heads == 0, f"d_model {d_model} is not a multiple of n_heads {n_heads}")
-        problem = f"n_heads {n_heads} is not a multiple of kv_n_heads {n_kv_heads}"
-        require(n_heads % n_kv_heads == 0, problem)
+        require(n_heads % n_kv == 0, f"n_heads {n_heads} is not a multiple of kv_n_heads {n_kv}")
 
         both = self.rope and self.alibi
         require(not both, "rope and alibi both encode positions: set only one of them")
-        problem = f"rope rotates pairs of channels: head dim {self.head_dim} is odd, change n_heads"
-        require(not self.rope or self.head_dim % 2 == 0, problem)
+        odd = f"rope rotates pairs of channels: head dim {self.head_dim} is odd, change n_heads"
+        require(not self.rope or self.head_dim % 2 == 0, odd)
 
-        dropout = self.attn_pdrop and self.attn_impl in ("flex", "triton")
-        require(not dropout, f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")
-        too_wide = self.attn_impl == "triton" and self.head_dim > 128
-        limit = f"attn_impl=triton has head dims up to 128, not {self.head_dim}"
-        require(not too_wide, f"{limit}: use sdpa, or more heads")
+        has_dropout = self.attn_impl not in ("flex", "triton")
+        no_dropout = f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0"
+        require(has_dropout or not self.attn_pdrop, no_dropout)
+        too_wide = f"attn_impl=triton has head dims up to 128, not {self.head_dim}"
+        fits = self.attn_impl != "triton" or self.head_dim <= 128
+        require(fits, f"{too_wide}: use sdpa, or more heads")
+
+        no_width = f"expansion_ratio {self.expansion_ratio} leaves the feed-forward no hidden width"
+        require(self.hidden_dim > 0, no_width)
+        block = sum(n_out * n_in for n_out, n_in in self.linear_layers().values())
+        size = self.n_layers * block + self.vocab_size * d_model
+        most = MAX_PARAMETERS
+        require(size <= most, f"the model has {size:.0e} parameters, expected at most {most:.0e}")
 
     @property
     def tensor_ranks(self) -> list[int]:
@@ -214,9 +193,11 @@ class MPTConfig:
         if not sequence_parallel:
             return
         require(tp > 1, "sequence_parallel needs tensor ranks: set --tp=2")
-        problem = f"sequence_parallel: tp {tp} does not divide max_seq_len {self.max_seq_len}"
-        fix = "change one of them, or set --sequence_parallel=False"
-        require(self.max_seq_len % tp == 0, f"{problem}: {fix}")
+        require(
+            self.max_seq_len % tp == 0,
+            f"sequence_parallel: tp {tp} does not divide max_seq_len {self.max_seq_len}: "
+            "change one of them, or set --sequence_parallel=False",
+        )
 
     def check_stages(self, pp: int) -> None:
         """Raise UserError if there are not enough layers for `pp` pipeline stages."""
@@ -233,31 +214,6 @@ class MPTConfig:
     def adapted_blocks(self, last_blocks: int) -> range:
         """The blocks that get adapters: the last ones, or all (0)."""
         return range(self.n_layers - last_blocks if last_blocks else 0, self.n_layers)
-
-    def check_adapters_fit(self, cfg: "TrainConfig") -> None:
-        """Raise UserError unless the adapters that cfg asks for fit the model.
-
-        A rank too high, more blocks than the model has, an idle stage, biases where there are none.
-        """
-        rank, last_blocks = cfg.lora_rank, cfg.lora_last_blocks
-        if not rank:
-            return
-        shapes = self.linear_layers()
-        for name in cfg.adapted_layers:
-            full = min(shapes[name])
-            problem = f"lora_rank {rank} is no low rank for {name}, whose weight has rank {full}"
-            require(rank < full, f"{problem}: lower it, or train all weights with --lora_rank=0")
-        trains_none = self.no_bias and "biases" in cfg.lora_train
-        nothing = f"lora_train={cfg.lora_train}: with no_bias the model has no biases"
-        require(not trains_none, f"{nothing}: remove them from it")
-        few = f"lora_last_blocks {last_blocks} is more than n_layers {self.n_layers}"
-        require(last_blocks <= self.n_layers, f"{few}: lower it")
-        first_stage = blocks_of(self.n_layers, 0, cfg.pp)
-        idle = "the first pipeline stage would have nothing to train"
-        begins_there = self.adapted_blocks(last_blocks)[0] in first_stage
-        require(begins_there, f"lora_last_blocks {last_blocks}: {idle}: set it to 0, or --pp=1")
-        masks = "lora_dropout would draw other masks on each tensor rank"
-        require(cfg.tp == 1 or not cfg.lora_dropout, f"{masks}: set it to 0, or --tp=1")
 
 
 def stage_sizes(n_layers: int, stages: int) -> list[int]:
@@ -308,6 +264,12 @@ Checkpointing = Literal["none", "selective", "full"]  # of activations: see para
 Schedule = Literal["cosine", "constant", "inv_sqrt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16"]
+
+EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
+TRACKERS = ["tensorboard", "wandb", "mlflow", "trackio"]  # see lifecycle/trackers.py
+# These have no effect without lora_rank, and those without data_format=chat.
+ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
+CHAT_SETTINGS = "chat_template target_prompts target_responses packing".split()
 
 
 @dataclass
@@ -390,42 +352,30 @@ class TrainConfig:
     timeout_minutes: float = 30.0  # longest a step may take, evaluation included; then the run ends
 
     def check(self) -> None:
-        """Raise UserError if a setting is out of range or contradicts another."""
+        """Raise UserError if a setting is out of range, contradicts another, or has no effect."""
         check_ranges(self)
-        check_run_dir(self.run_dir)
-        no_tasks = self.icl_interval and not self.icl_tasks
-        require(not no_tasks, "icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl")
-        step_ranges(self.skip_steps)
+        folder = self.run_dir  # which need not exist
+        names_folder = folder.strip() and folder.isprintable()
+        require(
+            names_folder and (os.path.isdir(folder) or not os.path.exists(folder)),
+            f"run_dir is {shown(folder)}, expected the name of a folder, such as runs/NAME",
+        )
+        listed("track", self.track, TRACKERS)
+        listed("lora_train", self.lora_train, EXTRA_PARTS)
+        layers_named(self.lora_targets)
+
         steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
         require(self.warmup_steps < self.max_steps, steps)
-        listed("track", self.track, TRACKERS)
-        self.check_adapters()
-        self.check_chat()
-        both = sources(self.mix) and self.dataset != TrainConfig.dataset
-        require(not both, "dataset and mix both say what to train on: remove one of them")
-
-    def check_chat(self) -> None:
-        """Raise UserError if the settings of prompts and responses contradict others."""
-        if self.data_format == "text":
-            fix = "for plain text: set --data_format=chat"
-            self.require_defaults(CHAT_SETTINGS, fix)
-            return
-        targets = re.fullmatch(r"none|all|length>=[0-9]{1,9}", self.target_prompts)
-        choices = "expected none, all, or length>=N as in length>=100"
-        require(targets, f"target_prompts is {shown(self.target_prompts)}, {choices}")
-        problem = f"max_tokens {self.max_tokens:,} would cut examples"
-        require(not self.max_tokens, f"{problem}: data_format=chat needs --max_tokens=0")
-
-    def check_adapters(self) -> None:
-        """Raise UserError if the settings of LoRA name what does not exist, or lack a base."""
-        chosen = listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
-        require(chosen, "lora_targets is empty: set --lora_targets=all")
-        listed("lora_train", self.lora_train, EXTRA_PARTS)
-        no_base = self.lora_rank and not self.init_from
-        problem = "lora_rank needs a trained model to start from"
-        require(not no_base, f"{problem}: set --init_from=runs/NAME, or a Hugging Face folder")
+        has_tasks = self.icl_tasks or not self.icl_interval
+        require(has_tasks, "icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl")
+        one_source = not self.mix or self.dataset == TrainConfig.dataset
+        require(one_source, "dataset and mix both say what to train on: remove one of them")
+        no_base = "lora_rank needs a trained model to start from: set --init_from=runs/NAME"
+        require(self.init_from or not self.lora_rank, f"{no_base}, or a Hugging Face folder")
         if not self.lora_rank:
             self.require_defaults(ADAPTER_SETTINGS, "without adapters: set --lora_rank=8")
+        if self.data_format == "text":
+            self.require_defaults(CHAT_SETTINGS, "for plain text: set --data_format=chat")
 
     def require_defaults(self, names: list[str], fix: str) -> None:
         """Raise UserError if one of these settings is not as by default."""
@@ -436,8 +386,7 @@ class TrainConfig:
     @property
     def adapted_layers(self) -> list[str]:
         """The names of the linear layers that get adapters, in a block's order."""
-        chosen = listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
-        return [name for name in LINEAR_LAYERS if name in chosen or "all" in chosen]
+        return layers_named(self.lora_targets)
 
     @property
     def lora_scale(self) -> float:
@@ -463,86 +412,18 @@ def listed(name: str, text: str, known) -> list[str]:
     """The words of a setting such as "norms,biases". Raises UserError for one that is not known."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
-        if word in known:
-            continue
-        closest = [name for name in known if word in FOREIGN_LAYERS.get(name, "").split()]
-        closest = closest or difflib.get_close_matches(word, known, n=1)
-        hint = f"did you mean {closest[0]!r}? It can be" if closest else "expected"
-        raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
+        if word not in known:
+            near = nearest(word, known)
+            hint = f"did you mean {near!r}? It can be" if near else "expected"
+            raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
     return words
 
 
-@dataclass(frozen=True)
-class Source:
-    """One source of a mixture."""
-
-    name: str
-    share: float  # of the samples, to four decimals
-    dataset: str
-
-
-def sources(mix: list[str]) -> list[Source]:
-    """The sources of `mix`: ["c4 0.7 allenai/c4:en", "mine 0.3 my/*.txt"] and so on.
-
-    Raises UserError.
-    """
-    mixture = [source_of(line) for line in mix]
-    check_mixture(mixture)
-    return mixture
-
-
-def source_of(line: str) -> Source:
-    """The source that a line of `mix` describes. Raises UserError.
-
-    The data set comes last, so it may hold any character.
-    """
-    words = line.split(None, 2)
-    example = "--mix='c4 0.7 allenai/c4:en'"
-    require(len(words) == 3, f"mix takes NAME SHARE DATASET, as {example}, not {shown(line)}")
-    name, share, dataset = words
-
-    problem = f"mix has a source {shown(name)}"
-    is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", name)
-    require(is_name, f"{problem}: name it with up to 40 letters, digits, _ and -")
-
-    is_number = re.fullmatch(r"0|1(\.0*)?|0?\.[0-9]{1,4}", share)
-    fix = "write a number of at most four decimals, as 0.7"
-    require(is_number, f"{problem} with the share {shown(share)}: {fix}")
-    require(float(share), f"{problem} with the share 0: remove it, or give it a share")
-    return Source(name, float(share), os.path.expanduser(dataset.strip()))
-
-
-def check_mixture(mixture: list[Source]) -> None:
-    """Raise UserError if two sources have one name or data set, or the shares do not add up to 1.
-
-    Names are those of folders, and some file systems do not tell capitals apart.
-    """
-    for one, other in itertools.combinations(mixture, 2):
-        names = f"{one.name} and {other.name}"
-        same_name = one.name.lower() == other.name.lower()
-        require(not same_name, f"mix has two sources of one name, {names}: rename one of them")
-        problem = f"mix has the data set {shown(one.dataset)} twice, as {names}"
-        fix = "name it once, with both shares together"
-        require(one.dataset != other.dataset, f"{problem}: {fix}")
-
-    total = round(sum(source.share for source in mixture), 4)
-    if not mixture or total == 1:
-        return
-    scaled = [round(source.share / total, 4) for source in mixture]
-    largest = scaled.index(max(scaled))
-    scaled[largest] = round(scaled[largest] + 1 - sum(scaled), 4)
-    fix = ", ".join(f"{source.name} {n:g}" for source, n in zip(mixture, scaled, strict=True))
-    raise UserError(f"the shares of mix add up to {total:g}, not 1: write {fix}")
-
-
-def check_run_dir(run_dir: str) -> None:
-    """Raise UserError unless this can be the name of a folder. It need not exist."""
-    printable = run_dir.strip() and run_dir.isprintable()
-    example = "expected the name of a folder, such as runs/NAME"
-    require(printable, f"run_dir is {shown(run_dir)}, {example}")
-
-    other_file = os.path.exists(run_dir) and not os.path.isdir(run_dir)
-    require(not other_file, f"run_dir {run_dir} is not a folder: set another --run_dir")
+def layers_named(lora_targets: str) -> list[str]:
+    """The linear layers of "Wqkv,out_proj" or "all", in a block's order. Raises UserError."""
+    chosen = listed("lora_targets", lora_targets, ["all", *LINEAR_LAYERS])
+    require(chosen, "lora_targets is empty: set --lora_targets=all")
+    return [name for name in LINEAR_LAYERS if name in chosen or "all" in chosen]
 
 
 def check_ranges(settings) -> None:
@@ -563,53 +444,25 @@ def check_range(name: str, number: float) -> None:
     require(low <= number <= high, f"{expected_range}, not {shown(number)}")
 
 
-def shown(value) -> str:
-    """A value as messages show it, at most 80 characters.
-
-    Python refuses to print whole numbers of more than 4,300 digits; those show their length.
-    """
-    if type(value) is not int:
-        return repr(value)[:80]
-    if abs(value) < 10**60:
-        return f"{value:,}"
-    return f"a number of {math.log10(abs(value)):.0f} digits"
-
-
-def step_ranges(text: str) -> list[range]:
-    """The ranges of `skip_steps`: "120:140,300:310" -> [range(119, 139), range(299, 309)].
-
-    The text counts steps from 1, as metrics.jsonl does; the ranges count from 0. Raises UserError.
-    """
-    ranges = []
-    for part in text.split(",") if text else []:
-        ends = re.fullmatch(r"\s*(\d{1,15}):(\d{1,15})\s*", part)
-        valid = ends and 0 < int(ends[1]) < int(ends[2])
-        example = "ranges such as 120:140, which is 120 to 139"
-        require(valid, f"skip_steps takes {example}, not {shown(part)}")
-        ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
-    return ranges
-
-
 # --------------------------------------------------------------------------------------------------
 # Names
 
-# Names of nanoGPT, nanochat, LLM Foundry and Hugging Face, and ours for the same thing.
+# What nanoGPT, nanochat, LLM Foundry and Hugging Face call our settings and linear layers.
 FOREIGN_NAMES = {
-    "block_size": "max_seq_len",
-    "n_embd": "d_model",
-    "hidden_size": "d_model",
-    "depth": "n_layers",
-    "learning_rate": "lr",
-    "max_iters": "max_steps",
-    "lr_decay_iters": "max_steps",
-    "num_iterations": "max_steps",
-    "max_duration": "max_steps",
-    "save_folder": "run_dir",
-    "batch_size": "microbatch_size",
-    "device_batch_size": "microbatch_size",
-    "device_train_microbatch_size": "microbatch_size",
-    "global_train_batch_size": "global_batch_size",
-    "dtype": "precision",
+    "d_model": "n_embd hidden_size",
+    "n_layers": "depth",
+    "max_seq_len": "block_size",
+    "lr": "learning_rate",
+    "max_steps": "max_iters lr_decay_iters num_iterations max_duration",
+    "microbatch_size": "batch_size device_batch_size device_train_microbatch_size",
+    "global_batch_size": "global_train_batch_size",
+    "precision": "dtype",
+    "run_dir": "save_folder",
+    "Wqkv": "q_proj k_proj v_proj qkv_proj qkv query_key_value c_attn",
+    "out_proj": "o_proj c_proj dense",
+    "up_proj": "gate_proj gate_up_proj c_fc fc1 fc_in dense_h_to_4h w1",
+    "down_proj": "fc2 fc_out dense_4h_to_h w2",
+    "all": "all-linear",
 }
 
 # Settings that had another name here: old -> new. Config files, flags and saved settings may use
@@ -639,18 +492,16 @@ def unknown_key(key: str, source: str, names) -> str:
         return f"{message}: PyTorch multiplies it by lr, MPT does not. {fix}"
     if key in ("tp", "pp"):
         return f"{message}: this program does not cut a model that way"
-    closest = difflib.get_close_matches(key, names, n=1)
-    if FOREIGN_NAMES.get(key) in names:
-        closest = [FOREIGN_NAMES[key]]
-    hint = f"did you mean {closest[0]!r}?" if closest else "see --help for the names"
-    return f"{message}, {hint}"
+    near = nearest(key, names)
+    return f"{message}, " + (f"did you mean {near!r}?" if near else "see --help for the names")
 
 
-@functools.cache
-def say_once(head: str, words: str) -> None:
-    """Print `head: words` on standard error, on rank 0, only the first time in a process."""
-    if program.rank() == 0:
-        program.print_error(words, head)
+def nearest(word: str, known) -> str | None:
+    """The one of `known` that others call by this word, or else the one most like it."""
+    for name in known:
+        if word in FOREIGN_NAMES.get(name, "").split():
+            return name
+    return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -669,7 +520,7 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     Raises UserError naming the source, the key and the fix.
     """
     if program.wants_help(argv):
-        program.show_help(help_text(*classes, files=takes is None))
+        program.show_help(program.settings_help(*classes, files=takes is None))
     hints = types_of(*classes)
     argv = joined(argv, *classes)
     paths = [word for word in argv if not word.startswith("-")]
@@ -695,44 +546,36 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     return result + [filled(cls, values) for cls in classes]
 
 
-def types_of(*classes: type) -> dict:
-    """Field name -> type, over all these dataclasses."""
-    hints = {}
-    for cls in classes:
-        of_class = typing.get_type_hints(cls)
-        hints |= {field.name: of_class[field.name] for field in dataclasses.fields(cls)}
-    return hints
-
-
 def joined(argv: list[str], *classes: type) -> list[str]:
-    """`--key value` -> `--key=value`, `--switch` -> `--switch=true`. A value may begin with `-`."""
+    """`--key value` -> `--key=value`, `--switch` -> `--switch=true`, old names -> today's.
+
+    A value may begin with `-`.
+    """
     hints = types_of(*classes)
     words = []
     rest = iter(argv)
     for word in rest:
-        key = word.lstrip("-")
-        hint = hints.get(RENAMED.get(key, key)) if word.startswith("-") else None
-        if hint and bool in alternatives(hint):
-            word = f"{word}=true"
-        elif hint:
-            value = next(rest, "--")
-            needed = f"--{key} needs a value: --{key}=... ({expected(hint)})"
-            require(not value.startswith("--"), needed)
-            word = f"{word}={value}"
+        key, has_value, value = word.lstrip("-").partition("=")
+        key = RENAMED.get(key, key)
+        if word.startswith("-") and key in hints:
+            if not has_value:
+                is_switch = bool in program.alternatives(hints[key])
+                value = "true" if is_switch else next(rest, "--")
+                needed = f"--{key} needs a value: --{key}=... ({program.expected(hints[key])})"
+                require(not value.startswith("--"), needed)
+            word = f"--{key}={value}"
         words.append(word)
     return words
 
 
 def texts_of(argv: list[str], hints: dict) -> dict:
-    """What the flags in argv set, as the values that a config file would hold."""
-    values = {}
+    """The text of each flag in argv, which is `joined`. One that grows has a list of them."""
+    texts = {}
     for word in argv:
         if word.startswith("-"):
             key, _, text = word.lstrip("-").partition("=")
-            key = RENAMED.get(key, key)
-            value = parse(text, hints.get(key, str))
-            values[key] = values.get(key, []) + value if isinstance(value, list) else value
-    return values
+            texts[key] = [*texts.get(key, []), text] if hints.get(key) == list[str] else text
+    return texts
 
 
 def known(settings: dict, hints: dict, source: str, others=()) -> dict:
@@ -741,11 +584,10 @@ def known(settings: dict, hints: dict, source: str, others=()) -> dict:
     others: names that are ignored.
     """
     values = {}
-    for key, value in settings.items():
-        name = RENAMED.get(key, key)
-        if name in hints:
-            values[name] = checked(value, hints[name], name, source)
-        elif name not in others:
+    for key, value in renamed(settings).items():
+        if key in hints:
+            values[key] = checked(value, hints[key], key, source)
+        elif key not in others:
             raise UserError(unknown_key(key, source, [*hints, *others]))
     return values
 
@@ -767,14 +609,13 @@ def filled(cls: type, values: dict):
 def read_file(path: str) -> dict:
     """Run a config file and return its assignments, without `_names` and imported modules.
 
-    Raises UserError if the file is missing, fails, or ends the program (`exit()`). Ctrl-C stays
-    Ctrl-C.
+    Raises UserError if the file is missing, fails, or ends the program (`exit()`).
     """
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or "configs"
         files = os.listdir(folder) if os.path.isdir(folder) else []
-        near = difflib.get_close_matches(path, [os.path.join(folder, file) for file in files], n=1)
-        hint = f", did you mean {near[0]}?" if near else ""
+        near = nearest(path, [os.path.join(folder, file) for file in files])
+        hint = f", did you mean {near}?" if near else ""
         raise UserError(f"no config file {path!r} (flags are written --key=value){hint}")
     try:
         require_assignments(path)
@@ -808,152 +649,6 @@ def require_assignments(path: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Values
-
-# Texts that people write; of others, parts separated by commas may be paths.
-PROSE = ("prompt", "stop", "delimiter", "expect")
-NO_MATCH = object()  # what `convert` returns if nothing fits; None would be a value
-
-
-def alternatives(hint) -> tuple:
-    """The members of a union type, or the one type itself."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-def parse(text: str, hint):
-    """The text of a flag as the Python value that a config file would hold.
-
-    Text that does not fit `hint` is returned as it is; `checked` then reports it.
-    """
-    options = alternatives(hint)
-    lower = text.lower()
-    if hint == list[str]:
-        return [text]
-    if lower == "none" and type(None) in options:
-        return None
-    if bool in options and lower in ("true", "false", "1", "0", "yes", "no"):
-        return lower in ("true", "1", "yes")
-    if int in options or float in options:
-        return parse_number(text)
-    return text
-
-
-def parse_number(text: str):
-    """The int or float that a text stands for, or the text itself."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def checked(value, hint, key: str, source: str):
-    """`value` converted to the type `hint`. Raises UserError if it does not fit.
-
-    A whole float serves as an int (1e9), an int as a float, choices ignore case, and ~ is the home
-    folder.
-    """
-    for option in alternatives(hint):
-        converted = convert(value, option)
-        if converted is not NO_MATCH:
-            return converted if key in PROSE else expanded(converted)
-    raise UserError(f"{key} in {source} is {shown(value)}, expected {expected(hint)}")
-
-
-def expanded(value):
-    """A text, or a list of texts, with the home folder for the ~ with which a path begins.
-
-    A shell does so only at the beginning of a word, not in --run_dir=~/runs/demo.
-    """
-    if isinstance(value, list):
-        return [expanded(text) for text in value]
-    if not isinstance(value, str):
-        return value
-    return ",".join(os.path.expanduser(path) for path in value.split(","))
-
-
-def convert(value, option):
-    """`value` converted to one member of a union type, or NO_MATCH. A bool is not a number."""
-    if typing.get_origin(option) is Literal:
-        for choice in typing.get_args(option):
-            if isinstance(value, str) and value.lower() == choice.lower():
-                return choice
-        return NO_MATCH
-    if option == list[str]:
-        of_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
-        return value if of_texts else NO_MATCH
-
-    if option is not bool and isinstance(value, bool):
-        return NO_MATCH
-    if option is float:
-        is_number = isinstance(value, int | float)
-        finite = is_number and abs(value) <= sys.float_info.max  # false for NaN and huge integers
-        return float(value) if finite else NO_MATCH
-    if option is int and isinstance(value, float):
-        return int(value) if value.is_integer() else NO_MATCH
-    return value if isinstance(value, option) else NO_MATCH
-
-
-def expected(hint) -> str:
-    """A type in plain words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
-    words = {int: "a whole number", float: "a number", bool: "true or false"}
-    words |= {str: "text", list[str]: "text", type(None): "none"}
-    names = []
-    for option in alternatives(hint):
-        names.append(words.get(option) or "one of: " + ", ".join(typing.get_args(option)))
-    return " or ".join(names)
-
-
-# --------------------------------------------------------------------------------------------------
-# Help
-
-
-def help_text(*classes: type, files: bool = True) -> str:
-    """Each setting with its default and the comment beside it in the source, under its group.
-
-    files: whether the program takes config files.
-    """
-    lines = ["settings: --key=value" + (", or key = value in a config file" if files else "")]
-    for cls in classes:
-        lines += ["", (cls.__doc__ or cls.__name__).strip().splitlines()[0]]
-        comments, groups = comments_of(cls)
-        hints = types_of(cls)
-        for field in dataclasses.fields(cls):
-            if field.name in groups:
-                lines += ["", groups[field.name]]
-            default = "" if field.default is dataclasses.MISSING else field.default  # "" for a list
-            flag = f"  --{field.name}={default}"
-            lines.append(f"{flag:<40} {comments.get(field.name, '')}")
-            type_words = expected(hints[field.name])
-            if "one of" in type_words:
-                lines.append(f"{'':<41}[{type_words}]")
-    return "\n".join(lines)
-
-
-def comments_of(cls: type) -> tuple[dict, dict]:
-    """From the source of a dataclass: field -> its comment, and field -> the group it begins.
-
-    A group begins with a line `# --- heading`. Inherited fields have those of their class.
-    """
-    comments, groups = {}, {}
-    heading = name = ""
-    for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        for line in inspect.getsource(part).splitlines():
-            if match := re.match(r"    # --- (.*)", line):
-                heading = match[1]
-            if match := re.match(r"    (\w+): ", line):
-                name = match[1]
-                if heading:
-                    groups[name] = heading
-                heading = ""
-            if match := re.search(r"\S  # (.*)", line):
-                comments.setdefault(name, match[1])
-    return comments, groups
-
-
-# --------------------------------------------------------------------------------------------------
 # Saved settings
 
 
@@ -983,7 +678,7 @@ def from_dict(cls: type, values: dict, source: str = "the saved settings"):
     if strange:
         named = ", ".join(strange[:5]) + ", ..." * (len(strange) > 5)
         ignored = f"{source} has unknown settings, which are ignored: {named}"
-        say_once("warning", f"{ignored}. If they change the model, its results differ")
+        program.say_once("warning", f"{ignored}. If they change the model, its results differ")
 
     values = known(values, hints, source, others=values)
     try:

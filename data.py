@@ -284,7 +284,11 @@ class Dataset:
         """
         length = model_cfg.max_seq_len
         mix = cfg.mix if cfg else []
-        sources = config.sources(mix) or [config.Source("", 1.0, "")]
+        named = [("", 1.0)]  # name and share of each source
+        if mix:
+            from text import mixture  # here, since most runs do without
+
+            named = [(source.name, source.share) for source in mixture.sources(mix)]
         places, shards = folders, {"train": None, "val": None}
         self.stream = None
         if not isinstance(folders[0], Path):
@@ -294,8 +298,8 @@ class Dataset:
             places, folders = [self.stream.url], [self.stream.folder]
             shards = {split: self.stream.shards(split) for split in shards}
         self.parts = [
-            Part(s.name, s.share, p, *(Split(p, split, length, shards[split]) for split in shards))
-            for s, p in zip(sources, places, strict=True)
+            Part(name, share, p, *(Split(p, split, length, shards[split]) for split in shards))
+            for (name, share), p in zip(named, places, strict=True)
         ]
         if self.stream:
             val = self.parts[0].val
@@ -474,6 +478,7 @@ class DataArgs:
 
 def main(argv) -> None:
     """Prepare a data set, then print what it holds and how fast one thread reads it."""
+    from text import mixture
     from text.prepare import of_mixture, prepare
 
     model_cfg, cfg, args = config.load(argv, config.MPTConfig, TrainConfig, DataArgs)
@@ -484,7 +489,7 @@ def main(argv) -> None:
     )
     if cfg.mix:
         folders = of_mixture(prepare, cfg, os.cpu_count(), model_cfg.max_seq_len)
-        for source, folder in zip(config.sources(cfg.mix), folders, strict=True):
+        for source, folder in zip(mixture.sources(cfg.mix), folders, strict=True):
             print(f"{source.name}, {source.share:g} of the samples:")
             describe(folder, cfg, model_cfg)
         return

@@ -252,7 +252,7 @@ def by_name(text: str) -> Device:
     models = [word for row in TABLE for word in row.name.lower().split() if is_model(word)]
     near = [match for word in words for match in difflib.get_close_matches(word, models, n=3)]
     guess = " or ".join(dict.fromkeys(near or models))
-    raise UserError(f"no accelerator {config.shown(text)} in devices.py, did you mean {guess}?")
+    raise UserError(f"no accelerator {program.shown(text)} in devices.py, did you mean {guess}?")
 
 
 def words_of(name: str) -> set[str]:
@@ -410,7 +410,7 @@ def note_unused_gpu(device_type: str, size: int) -> None:
     goes_on = device_type == "auto" and (size == 1 or not has_its_build)
     require(not why or goes_on, why + OR_CPU)
     if why:
-        config.say_once("note", f"using the CPU: {why}")
+        program.say_once("note", f"using the CPU: {why}")
 
 
 def unused_gpu(dev: str, cuda: str | None, hip: str | None) -> tuple[str, bool]:

@@ -29,7 +29,16 @@ from typing import Literal, NamedTuple
 import config
 import devices
 import program
-from config import EXTRA_PARTS, LINEAR_LAYERS, Checkpointing, MPTConfig, TrainConfig, listed
+from config import (
+    EXTRA_PARTS,
+    LINEAR_LAYERS,
+    Checkpointing,
+    MPTConfig,
+    TrainConfig,
+    blocks_of,
+    layers_named,
+    listed,
+)
 from program import require
 
 # --------------------------------------------------------------------------------------------------
@@ -88,14 +97,13 @@ class TrainingSetup:
 
     def check(self) -> None:
         """UserError if a setting names no linear layer."""
-        listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
+        layers_named(self.lora_targets)
         listed("lora_train", self.lora_train, EXTRA_PARTS)
 
     @property
     def targets(self) -> list[str]:
         """The modules that have an adapter."""
-        chosen = listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
-        return LINEAR_LAYERS if "all" in chosen else chosen
+        return layers_named(self.lora_targets)
 
     @property
     def trains_all(self) -> bool:
@@ -119,6 +127,32 @@ def adapted_blocks(cfg: MPTConfig, setup: TrainingSetup) -> range:
     few = f"lora_last_blocks {last} is more than n_layers {cfg.n_layers}"
     require(last <= cfg.n_layers, f"{few}: lower it")
     return cfg.adapted_blocks(last) if setup.lora_rank else range(0)
+
+
+def check_adapters(cfg: MPTConfig, train: TrainConfig) -> None:
+    """UserError unless the adapters that a run asks for fit the model, and how it is cut.
+
+    A rank too high, more blocks than the model has, an idle stage, biases where there are none.
+    """
+    rank = train.lora_rank
+    if not rank:
+        return
+    shapes = cfg.linear_layers()
+    for name in train.adapted_layers:
+        full = min(shapes[name])
+        problem = f"lora_rank {rank} is no low rank for {name}, whose weight has rank {full}"
+        require(rank < full, f"{problem}: lower it, or train all weights with --lora_rank=0")
+    nothing = f"lora_train={train.lora_train}: with no_bias the model has no biases"
+    trains_none = cfg.no_bias and "biases" in train.lora_train
+    require(not trains_none, f"{nothing}: remove them from it")
+
+    begins_there = adapted_blocks(cfg, setup_of(train))[0] in blocks_of(cfg.n_layers, 0, train.pp)
+    idle = "the first pipeline stage would have nothing to train"
+    require(
+        begins_there, f"lora_last_blocks {train.lora_last_blocks}: {idle}: set it to 0, or --pp=1"
+    )
+    masks = "lora_dropout would draw other masks on each tensor rank"
+    require(train.tp == 1 or not train.lora_dropout, f"{masks}: set it to 0, or --tp=1")
 
 
 def n_lora(cfg: MPTConfig, setup: TrainingSetup) -> int:

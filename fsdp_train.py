@@ -35,12 +35,13 @@ from torch.profiler import record_function
 import checkpoint
 import config
 import data
+import flops
 import optim
 import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import microbatch, reporter, resume, runlog
-from lifecycle.cadence import Cadence
+from lifecycle.cadence import Cadence, step_ranges
 from lifecycle.lease import Lease
 from lifecycle.reporter import Reporter
 from lifecycle.watchdog import Guard, StragglerTimer, Watchdog
@@ -321,7 +322,8 @@ def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
     require(batch % dp == 0, f"{problem}: {fix}")
     parallel.check(model_cfg, cfg)
     data.check_packing(model_cfg, cfg)
-    model_cfg.check_adapters_fit(cfg)
+    flops.check_adapters(model_cfg, cfg)
+    step_ranges(cfg.skip_steps)
     if cfg.track:
         from lifecycle import trackers  # here, since most runs do without
 

@@ -367,7 +367,7 @@ class ScheduleArgs:
         """UserError if a number is out of range."""
         for name, most in {"stages": 16, "microbatches": 64}.items():
             number = getattr(self, name)
-            problem = f"{name} is {config.shown(number)}: set --{name} to 1 to {most}"
+            problem = f"{name} is {program.shown(number)}: set --{name} to 1 to {most}"
             require(1 <= number <= most, problem)
 
 

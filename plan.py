@@ -121,9 +121,9 @@ def device_counts(args: PlanArgs) -> list[int]:
     """The numbers of --sweep_devices, sorted, or --devices alone. Raises UserError."""
     if not args.sweep_devices:
         return [args.devices]
-    counts = [config.parse_number(text) for text in args.sweep_devices.split(",")]
+    counts = [program.parse_number(text) for text in args.sweep_devices.split(",")]
     example = "expected whole numbers, such as 8,16,64"
-    problem = f"--sweep_devices={config.shown(args.sweep_devices)}: {example}"
+    problem = f"--sweep_devices={program.shown(args.sweep_devices)}: {example}"
     require(all(isinstance(n, int) for n in counts), problem)
     for n in counts:
         config.check_range("devices", n)

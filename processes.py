@@ -581,15 +581,18 @@ class Pool:
 
     If one fails, all end: the others may wait for it in a collective. They end with this process.
     A failure of `start` shows in the first call.
-    threads: of each process. environment: variables besides torchrun's.
+    threads: of each process. environment: variables besides torchrun's. method: how multiprocessing
+    starts a process.
     """
 
-    def __init__(self, size: int, start, *args, threads: int = 1, environment=None):
+    def __init__(
+        self, size: int, start, *args, threads: int = 1, environment=None, method: str = "spawn"
+    ):
         port = free_port()
         self.processes, self.pipes = [], []
         self.answered = {}  # pipe -> result
         self.ended = ""  # why, once it has
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(method)
         for rank in range(size):
             ours, theirs = context.Pipe()
             variables = torchrun_variables(rank, size, port) | dict(environment or {})

@@ -1,4 +1,4 @@
-"""How every program here begins and ends: arguments, --help, one-line errors, the exit status.
+"""How every program here begins and ends: arguments, --help, one-line errors, exit statuses.
 
     0     success, or --help
     1     a bug: the traceback is printed. torchrun exits with 1 whatever its ranks exit with
@@ -11,13 +11,17 @@
         program.run(main)      main(argv) may raise UserError or OSError
 
 `processes.run` does the same for a program of many ranks. A program with settings reads argv by
-`config.load`, which handles --help; one without settings reads it by `arguments`.
+`config.load`, which asks this file what the text of a flag means, and for --help; one without
+settings reads it by `arguments`.
 
 Run `python program.py A` to see a user error.
 """
 
 import contextlib
+import dataclasses
+import functools
 import gc
+import inspect
 import io
 import math
 import os
@@ -28,6 +32,9 @@ import signal
 import sys
 import threading
 import time
+import types
+import typing
+from typing import Literal
 
 # How to install what requirements.txt leaves out, such as matplotlib for pictures.
 EXTRA = "make setup-lessons (without make: pip install -r requirements-extra.txt)"
@@ -205,6 +212,135 @@ def show_help(settings: str = "") -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# The settings of a program: dataclasses, whose fields are flags
+
+
+def types_of(*classes: type) -> dict:
+    """Field name -> type, over all these dataclasses."""
+    hints = {}
+    for cls in classes:
+        of_class = typing.get_type_hints(cls)
+        hints |= {field.name: of_class[field.name] for field in dataclasses.fields(cls)}
+    return hints
+
+
+def settings_help(*classes: type, files: bool = True) -> str:
+    """Each setting with its default and the comment beside it in the source, under its group.
+
+    files: whether the program takes config files.
+    """
+    lines = ["settings: --key=value" + (", or key = value in a config file" if files else "")]
+    for cls in classes:
+        lines += ["", (cls.__doc__ or cls.__name__).strip().splitlines()[0]]
+        hints = types_of(cls)
+        for line in source_of(cls):
+            if heading := re.match(r"    # --- (.*)", line):
+                lines += ["", heading[1]]
+            elif (field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line)) and field[1] in hints:
+                name, comment = field.groups("")
+                flag = f"  --{name}={getattr(cls, name, '')}"  # a list has no default here
+                lines.append(f"{flag:<40} {comment}")
+                choices = expected(hints[name])
+                if "one of" in choices:
+                    lines.append(f"{'':<41}[{choices}]")
+    return "\n".join(lines)
+
+
+def source_of(cls: type) -> list[str]:
+    """The lines that define the fields of a dataclass, inherited ones first."""
+    parts = filter(dataclasses.is_dataclass, reversed(cls.__mro__))
+    return [line for part in parts for line in inspect.getsource(part).splitlines()]
+
+
+# Texts that people write; of others, parts separated by commas may be paths.
+PROSE = ("prompt", "stop", "delimiter", "expect")
+SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+NO_MATCH = object()  # what `convert` returns if nothing fits; None would be a value
+
+
+def alternatives(hint) -> tuple:
+    """The members of a union type, or the one type itself."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def parse_number(text: str):
+    """The int or float that a text stands for, or the text itself."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def checked(value, hint, key: str, source: str):
+    """`value` converted to the type `hint`. Raises UserError if it does not fit.
+
+    A whole float serves as an int (1e9), an int as a float, choices ignore case, and ~ is the home
+    folder.
+    """
+    for option in alternatives(hint):
+        converted = convert(value, option)
+        if converted is not NO_MATCH:
+            return converted if key in PROSE else expanded(converted)
+    raise UserError(f"{key} in {source} is {shown(value)}, expected {expected(hint)}")
+
+
+def expanded(value):
+    """A text, or a list of texts, with the home folder for the ~ with which a path begins.
+
+    A shell does so only at the beginning of a word, not in --run_dir=~/runs/demo.
+    """
+    if isinstance(value, list):
+        return [expanded(text) for text in value]
+    if not isinstance(value, str):
+        return value
+    return ",".join(os.path.expanduser(path) for path in value.split(","))
+
+
+def convert(value, option):
+    """`value` as one member of a union type, or NO_MATCH.
+
+    The text of a flag means the same in a config file. A bool is not a number.
+    """
+    text = value.lower() if isinstance(value, str) else None
+    if typing.get_origin(option) is Literal:
+        choices = {choice.lower(): choice for choice in typing.get_args(option)}
+        return choices.get(text, NO_MATCH)
+    if option == list[str]:
+        is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        return value if is_list else NO_MATCH
+    if option in (int, float):
+        number = parse_number(value) if text else value
+        return convert_number(number, option)
+    if option is bool and text is not None:
+        return SWITCHES.get(text, NO_MATCH)
+    if option is types.NoneType and text == "none":
+        return None
+    return value if isinstance(value, option) else NO_MATCH
+
+
+def convert_number(number, kind: type):
+    """An int or a float as the other of both, or NO_MATCH: infinite, not whole, not a number."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return NO_MATCH
+    if kind is int:
+        return int(number) if number % 1 == 0 else NO_MATCH
+    return float(number) if abs(number) <= sys.float_info.max else NO_MATCH
+
+
+def expected(hint) -> str:
+    """A type in plain words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
+    words = {int: "a whole number", float: "a number", bool: "true or false"}
+    words |= {str: "text", list[str]: "text", type(None): "none"}
+    names = []
+    for option in alternatives(hint):
+        names.append(words.get(option) or "one of: " + ", ".join(typing.get_args(option)))
+    return " or ".join(names)
+
+
+# --------------------------------------------------------------------------------------------------
 # Exit
 
 
@@ -286,6 +422,25 @@ def print_error(words, head: str = "error") -> None:
     with contextlib.suppress(OSError):
         # The newline in the same write: other ranks may print to the same file at this moment.
         print(f"{head}: {words}\n", end="", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def say_once(head: str, words: str) -> None:
+    """Print `head: words` on standard error, on rank 0, only the first time in a process."""
+    if rank() == 0:
+        print_error(words, head)
+
+
+def shown(value) -> str:
+    """A value as messages show it, at most 80 characters.
+
+    Python refuses to print whole numbers of more than 4,300 digits; those show their length.
+    """
+    if type(value) is not int:
+        return repr(value)[:80]
+    if abs(value) < 10**60:
+        return f"{value:,}"
+    return f"a number of {math.log10(abs(value)):.0f} digits"
 
 
 def table(heads, rows) -> str:

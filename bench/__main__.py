@@ -20,7 +20,6 @@ import importlib
 import sys
 from pathlib import Path
 
-import config
 from program import require
 
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> None:
     name, *arguments = [*OLD_NAMES.get(argv[0], argv[:1]), *argv[1:]]
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else list_hint
-    require(name in NAMES, f"no benchmark {config.shown(name)}, {hint}")
+    require(name in NAMES, f"no benchmark {program.shown(name)}, {hint}")
 
     benchmark = importlib.import_module(f"bench.{name}")
     # --help and usage lines come from the docstring and the name of the main module.

@@ -353,7 +353,6 @@ def main(argv) -> None:
     (args,) = config.load(argv, AttentionArgs)
     device = processes.pick_device(args.device, 0, 1, 1)
     require(device.type in SIZES, f"attention is not measured on {device.type}: set --device=cpu")
-    require(args.rounds > 0, f"rounds must be at least 1, not {args.rounds}")
     processes.keep_freed_memory()  # as training on a CPU does
     default_lengths, default_tokens, default_d_model = SIZES[device.type]
     lengths = whole_numbers("lengths", args.lengths or default_lengths)

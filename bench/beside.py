@@ -59,11 +59,6 @@ class BesideArgs:
     same_malloc: bool = False  # the other programs have our malloc settings, too
     sampled: bool = False  # draw texts at temperature 0.8 from the 50 likeliest, else greedily
 
-    def check(self) -> None:
-        """UserError if a setting is out of range."""
-        require(self.rounds > 0 and self.steps > 0, "rounds and steps must be at least 1")
-        require(self.threads >= 0, "threads: 0 or more")
-
 
 class Program:
     """A program in a process of its own.
@@ -472,7 +467,7 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     """Let the programs of a comparison take turns, and print their times and ratios."""
     if program.wants_help(argv):
-        program.show_help(config.help_text(MPTConfig, TrainConfig, BesideArgs))
+        program.show_help(program.settings_help(MPTConfig, TrainConfig, BesideArgs))
     name, *flags = argv or [""]
     usage = f"python -m bench beside {'|'.join(COMPARISONS)} [--key=value]"
     require(name in COMPARISONS, f"usage: {usage}")

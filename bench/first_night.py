@@ -82,9 +82,7 @@ class NightArgs:
     device: Literal["auto", "cpu"] = "auto"  # cpu: the miniature, also where there is a GPU
 
     def check(self) -> None:
-        """UserError if a setting is out of range."""
-        in_range = 0 < self.minutes <= 10**4
-        require(in_range, f"minutes must be more than 0 and at most 10,000, not {self.minutes}")
+        """UserError if the results have no folder."""
         is_file = Path(self.out).exists() and not Path(self.out).is_dir()
         require(self.out and not is_file, f"--out={self.out}: give the name of a folder")
 
@@ -274,7 +272,7 @@ def learn_facts(folder: Path, hidden: dict) -> dict:
 def chosen(stages: list[Stage], name: str) -> Stage:
     """The stage with this name. UserError if there is none, or it cannot run here."""
     by_name = {stage.name: stage for stage in stages}
-    require(name in by_name, f"no stage {config.shown(name)}: there are {', '.join(by_name)}")
+    require(name in by_name, f"no stage {program.shown(name)}: there are {', '.join(by_name)}")
     require(not by_name[name].lacks, f"stage {name}: {by_name[name].lacks}")
     return by_name[name]
 
@@ -302,7 +300,17 @@ def spend_night(args: NightArgs, folder: Path) -> None:
     gpus = len(facts["gpus"])
     no_gpu = "torch sees no GPU: a miniature on the CPU (if you have one: INSTALL.md)"
     print(f"{gpus} x {facts['gpus'][0]['name']}" if gpus else no_gpu, flush=True)
+    run_stages(folder, stages, only, args.minutes, hidden)
 
+    missing = [state["stage"] for state in night_report.missing_states(folder)]
+    again = f"not done: {', '.join(missing)} (start again for these). " if missing else ""
+    print(f"{again}Read {folder}/README.md: its end says how to send the folder")
+
+
+def run_stages(
+    folder: Path, stages: list[Stage], only: Stage | None, minutes: float, hidden: dict
+) -> None:
+    """Run the stages that are not done, or `only` one; write the page after each."""
     status = {state["stage"]: state["status"] for state in night_report.read_states(folder)}
     for number, stage in enumerate(stages, 1):
         if stage.name not in status:
@@ -318,13 +326,9 @@ def spend_night(args: NightArgs, folder: Path) -> None:
             result = "done before"
         else:
             print(f"{title} ...", flush=True)
-            result = run_stage(folder, number, stage, args.minutes, hidden)
+            result = run_stage(folder, number, stage, minutes, hidden)
         print(f"{title}: {result}", flush=True)
         night_report.write(folder)
-
-    missing = [state["stage"] for state in night_report.missing_states(folder)]
-    again = f"not done: {', '.join(missing)} (start again for these). " if missing else ""
-    print(f"{again}Read {folder}/README.md: its end says how to send the folder")
 
 
 if __name__ == "__main__":

@@ -53,13 +53,12 @@ class GenerateArgs:
     out: str = ""  # CSV of the table
 
     def check(self) -> None:
-        """UserError if a setting is out of range."""
+        """UserError if a shape is none."""
         form = re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d?(,[1-9]\d{0,4}x[1-9]\d?)*", self.shapes)
         require(form, f"shapes are WIDTHxLAYERS, such as 512x8,768x12, not {self.shapes!r}")
         for width, layers in sizes_of(self.shapes):
             divides = width % 64 == 0
             require(divides, f"shape {width}x{layers}: the width must be a multiple of 64")
-        require(self.turns > 0, f"turns must be at least 1, not {self.turns}")
 
 
 def sizes_of(shapes: str) -> list[tuple[int, int]]:
@@ -125,7 +124,7 @@ def main(argv: list[str]) -> None:
     given, args = config.load(argv, GenerateArgs, takes="[THREADS]")
     (threads,) = given or [str(torch.get_num_threads())]
     valid = threads.isdecimal() and int(threads) > 0
-    require(valid, f"the number of threads is {config.shown(threads)}: give 1 or more")
+    require(valid, f"the number of threads is {program.shown(threads)}: give 1 or more")
     torch.set_num_threads(int(threads))
     device = processes.pick_device(args.device, 0, 1, 1)
     machine = f"{devices.describe(device)}, {platform.machine()}, {threads} threads"

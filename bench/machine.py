@@ -95,10 +95,6 @@ class MachineArgs:
     seconds: float = 1.0  # of one measurement; there are 7, and 13 more for each kind of group
     out: str = "machine.json"  # file of the results
 
-    def check(self) -> None:
-        """UserError if a setting is out of range."""
-        require(self.seconds > 0, f"seconds must be more than 0, not {self.seconds}")
-
 
 # --- Measuring
 

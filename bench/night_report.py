@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 
+import config
 import devices
 import program
 from bench.compare import markdown
+from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from planning import calibrate, memory, step_time
 from planning.fleet import Fleet
@@ -28,7 +30,6 @@ from program import UserError, require
 from storage import files
 
 UNKNOWN = "n/a"
-STATE = {"number": int, "stage": str, "status": str, "seconds": float, "command": str}
 
 
 # --- The machine
@@ -89,7 +90,7 @@ def state_path(folder: Path, stage: str) -> Path:
 def read_states(folder: Path) -> list[dict]:
     """The state of each stage that the night has come to, in order. UserError if one is damaged."""
     paths = (folder / "stages").glob("*.json")
-    states = [files.read_json(path, fields=STATE, fix="delete it") for path in paths]
+    states = [files.read_json(path, fix="delete it") for path in paths]
     return sorted(states, key=lambda state: state["number"])
 
 
@@ -130,7 +131,7 @@ def predictions(row: dict, known_as: str | None) -> tuple[float | None, float | 
     ranks = int(row["ranks"])
     precision = row["precision"].split()[0]
     with contextlib.suppress(UserError):  # settings that the planner has no formula for
-        m, cfg = calibrate.settings_of(row)
+        m, cfg = config.load(calibrate.flags_of(row), MPTConfig, TrainConfig)
         peak = memory.bytes_by_part(m, cfg, ranks, precision)["peak"] / 1e9
         if precision == "bf16":
             speed = step_time.tokens_per_second(m, cfg, Fleet(device, ranks, ranks))

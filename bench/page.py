@@ -48,11 +48,6 @@ class PageSettings:
     chosen: int = 10  # runs whose curves are on the page
     picture: str = ""  # take a picture of small real runs instead, and write it here
 
-    def check(self) -> None:
-        """UserError for values out of range."""
-        for name in ("runs", "steps", "chosen"):
-            require(getattr(self, name) >= 1, f"{name} must be 1 or more: set --{name}=1")
-
 
 def main(argv: list[str]) -> None:
     """Measure the page, or take its picture."""

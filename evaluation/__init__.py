@@ -1,1 +1,1 @@
-"""Zero-shot evaluation: tasks, shared-prefix scoring, figures, the table."""
+"""Zero-shot evaluation: tasks, scores, figures, the table."""

@@ -74,8 +74,12 @@ def summarize_language_modeling(task: Task, scores: dict) -> dict:
 def summarize_choices(task: Task, scores: dict) -> dict:
     """Accuracy by each of SCORINGS, beside the most frequent answer and chance."""
     foundry = [mean_per_token(item, scores) for item in task.items]
-    sums = [sum_of_choice(item, scores) for item in task.harness]
-    norms = [sum_per_character(item, scores) for item in task.harness]
+    sums, norms = [], []
+    for item in task.harness:
+        totals = [log_prob for log_prob, _, _ in item_scores(item, scores)]
+        lengths = [len(text) - 1 for text in item.continuations]  # without the space
+        sums.append(totals)
+        norms.append([total / n for total, n in zip(totals, lengths, strict=True)])
 
     gold = [item.gold for item in task.items]
     figures = {}
@@ -96,17 +100,6 @@ def item_scores(item: Item, scores: dict) -> list[tuple]:
 def mean_per_token(item: Item, scores: dict) -> list[float]:
     """LLM Foundry's value of each choice."""
     return [log_prob / tokens for log_prob, _, tokens in item_scores(item, scores)]
-
-
-def sum_of_choice(item: Item, scores: dict) -> list[float]:
-    """lm-evaluation-harness's value of each choice for acc."""
-    return [log_prob for log_prob, _, _ in item_scores(item, scores)]
-
-
-def sum_per_character(item: Item, scores: dict) -> list[float]:
-    """lm-evaluation-harness's value of each choice for acc_norm."""
-    lengths = [len(text) - 1 for text in item.continuations]  # without the space
-    return [total / n for total, n in zip(sum_of_choice(item, scores), lengths, strict=True)]
 
 
 def best(values: list[float]) -> int:

@@ -1,79 +1,19 @@
-"""Files of results: an interrupted evaluation resumes from them.
+"""Files of results: an interrupted evaluation goes on with the first task that they lack.
 
-    scores.json             the settings, and the figures of all finished tasks
-    scores.json.part-K-0    scores of single requests, by global rank; K: weights and precision
-
-Part files are removed when all tasks are finished. Results of other weights, another tokenizer or
-another precision are never mixed: the program refuses them.
+A file holds the settings, and the figures of all finished tasks. Results of other weights, another
+tokenizer or another precision are never mixed: the program refuses them.
 
 Run `python -m evaluation.results scores.json` to see which tasks a file holds.
 """
 
-import contextlib
 import hashlib
 import json
-import time
 from pathlib import Path
 
-import processes
 import program
 from evaluation.figures import FIGURES
-from program import UserError, require
+from program import require
 from storage import files
-
-PART_SECONDS = 30  # between two writes of the newest scores
-
-
-class Part:
-    """Scores of single requests, in files beside `out`: one for each global rank.
-
-    A file has one writer, so its name has the global rank. Ranks with the same data-parallel rank
-    score the same requests and write the same rows.
-
-    known: {Request.key: [sum of log-probabilities, greedy]} of earlier runs, of any number of
-    ranks. Constructing a Part is a collective.
-    """
-
-    def __init__(self, out: str, key: str, global_rank: int):
-        self.pattern = f"{Path(out).name}.part-{key}-*"
-        self.path = Path(f"{out}.part-{key}-{global_rank}")
-        self.unwritten = ""
-        self.written_at = time.monotonic()
-        self.known = processes.rank_zero_decides(self.read)
-
-    def read(self) -> dict:
-        """The scores in the files of all ranks, without damaged lines."""
-        known = {}
-        for path in self.path.parent.glob(self.pattern):
-            for line in files.read_bytes(path).split(b"\n"):
-                with contextlib.suppress(UserError):  # a line that a crash cut short
-                    row = files.parse_json(line, str(path), list)
-                    if is_score(row):
-                        key, *values = row
-                        known[key] = values
-        return known
-
-    def add(self, keys: list[str], scores: list[list[float]]) -> None:
-        """Keep the scores of some requests, and write what is kept every PART_SECONDS."""
-        for key, values in zip(keys, scores, strict=True):
-            self.unwritten += json.dumps([key, *values]) + "\n"
-        if time.monotonic() - self.written_at > PART_SECONDS:
-            with open(self.path, "a") as file:
-                file.write("\n" + self.unwritten)  # on a new line, even after one cut short
-            self.unwritten = ""
-            self.written_at = time.monotonic()
-
-    def remove(self) -> None:
-        """Delete the files of all ranks. Rank 0 does so when all tasks are finished."""
-        for path in self.path.parent.glob(self.pattern):
-            path.unlink()
-
-
-def is_score(row: list) -> bool:
-    """Whether a row of a part file is [key, sum, greedy]."""
-    if len(row) != 3 or not isinstance(row[0], str):
-        return False
-    return all(files.has_type(value, float) for value in row[1:])
 
 
 def finished(out: str, settings: dict) -> dict:

@@ -1,25 +1,24 @@
-"""Log-probabilities of continuations: shared-prefix scoring, in batches, on all ranks.
+"""Log-probabilities of continuations: contexts that are read once, batches, all ranks.
 
     log p(continuation | context) = sum over its tokens of log p(token | all tokens before it)
 
-The choices of one question begin with the same tokens: its prefix. The model reads a prefix once
-and keeps the keys and values in a cache; a second pass reads the suffixes, one row for each choice.
-Parts of a continuation may be shared, too: then the first pass scores them.
+The choices of one question have the same context. The model reads it once and keeps its keys and
+values in a cache; a second pass reads the continuations, one row for each choice.
 
-A batch holds groups of similar lengths. Prefixes are padded on the left, so that they end together.
-Suffixes are padded on the right, where a causal model never looks.
+A batch holds groups of similar lengths. Contexts are padded on the left, so that they end together.
+Continuations are padded on the right, where a causal model never looks.
 
-    tokens read, padding included    one at a time    shared prefixes    (GPT-2's ids, zero-shot)
-    ARC-Challenge                          169,433             82,466
-    PIQA                                   129,989            128,211    padding costs what is saved
-    Winograd                                10,533              8,017
+    tokens read, padding included    one at a time    contexts once    (GPT-2's ids, zero-shot)
+    ARC-Challenge                          169,433           82,664
+    PIQA                                   129,989          140,654    its contexts are short
+    Winograd                                10,533           10,992    no two contexts are equal
 
 Batches go to the data-parallel ranks in turn. All ranks make equally many passes, since a sharded
 model needs all of them for each pass. The stages of a pipeline pass a batch on from the first to
 the last, and each has the cache of its own layers.
 """
 
-import hashlib
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,37 +39,31 @@ class Request:
     count: int
 
     @property
-    def key(self) -> str:
-        """A hash of both fields: the name of this request in files of scores."""
-        content = self.ids.tobytes() + str(self.count).encode("ascii")
-        return hashlib.blake2b(content, digest_size=12).hexdigest()
+    def context(self) -> np.ndarray:
+        """The ids before those that are scored."""
+        return self.ids[: -self.count]
 
 
 class Group(NamedTuple):
-    """Indices of requests whose first `shared` ids are equal; `shared` is 0 for one request."""
+    """Indices of requests with the same context of `shared` ids; `shared` is 0 for one request."""
 
     indices: list[int]
     shared: int = 0
 
 
-def score(model, requests, world, precision, batch_tokens, part=None, title="") -> torch.Tensor:
+def score(model, requests, world, precision, batch_tokens, title="") -> torch.Tensor:
     """Score all requests. Returns (n, 2) float64 on every rank. A collective.
 
     Column 0: the sum of the log-probabilities. Column 1: 1 if each token was the likeliest, else 0.
 
     batch_tokens: the most tokens of a batch on one rank, with padding (one group may exceed it).
-    part: scores of an interrupted evaluation, see results.Part. title: of the progress bar; empty
-    for none.
+    title: of the progress bar; empty for none.
     """
-    keys = [request.key for request in requests] if part else []
-    known_scores = part.known if part else {}
-    missing = [i for i in range(len(requests)) if not part or keys[i] not in known_scores]
     scores = torch.zeros(len(requests), 2, dtype=torch.float64)
-
     hide_bar = not title or world.global_rank > 0
-    bar = tqdm(desc=title, total=len(missing), unit=" requests", disable=hide_bar)
+    bar = tqdm(desc=title, total=len(requests), unit=" requests", disable=hide_bar)
     with bar:
-        for batches in all_batches(missing, requests, batch_tokens, model.cfg.max_seq_len):
+        for batches in all_batches(requests, batch_tokens, model.cfg.max_seq_len):
             for first in range(0, len(batches), world.dp_size):
                 turn = batches[first : first + world.dp_size]  # one for each data-parallel rank
                 has_batch = world.dp_rank < len(turn)
@@ -78,15 +71,10 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
                 batch = turn[world.dp_rank] if has_batch else turn[-1]
                 batch_scores = forward(model, batch, requests, world.device, precision)
                 if has_batch:
-                    indices = indices_of(batch)
-                    scores[indices] = batch_scores
-                    if part:
-                        part.add([keys[i] for i in indices], batch_scores.tolist())
+                    scores[indices_of(batch)] = batch_scores
                 bar.update(sum(len(indices_of(batch)) for batch in turn))
 
     processes.dp_sum(scores, world)
-    for i in set(range(len(requests))) - set(missing):
-        scores[i] = torch.tensor(known_scores[keys[i]])
     return scores
 
 
@@ -99,99 +87,64 @@ def indices_of(batch: list[Group]) -> list[int]:
 # Groups
 
 
-def grouped(indices, requests, batch_tokens: int) -> list[Group]:
-    """Put each request into one group.
+def grouped(requests, batch_tokens: int) -> list[Group]:
+    """Put each request into one group: those of one context where that fits a batch and pays."""
+    of_context = defaultdict(list)
+    for i, request in enumerate(requests):
+        of_context[request.context.tobytes()].append(i)
 
-    In the order of their ids, neighbours have the longest common prefixes. A request joins the
-    group before it where that saves tokens.
-    """
-    in_order = sorted(indices, key=lambda i: requests[i].ids.astype(">u4").tobytes())
     groups = []
-    for i in in_order:
-        if groups:
-            last = groups[-1]
-            larger = Group([*last.indices, i], shared_length(last, requests[i], requests))
-            if larger.shared > 1 and joining_pays(last, larger, requests, batch_tokens):
-                groups[-1] = larger
-                continue
-        groups.append(Group([i]))
+    for members in of_context.values():
+        shared = len(requests[members[0]].context)
+        longest = max(len(requests[i].ids) for i in members)
+        fits = len(members) * (longest - 1) <= batch_tokens
+        # The second pass costs something, too: its tokens count against those that are saved.
+        saved = (len(members) - 1) * shared - sum(requests[i].count for i in members)
+        if shared > 1 and fits and saved > 0:
+            groups.append(Group(members, shared))
+        else:
+            groups += [Group([i]) for i in members]
     return groups
-
-
-def shared_length(group: Group, request: Request, requests) -> int:
-    """How many ids the prefix would have if the request joined the group.
-
-    The last id of a request is never shared: the second pass must have something to score.
-    """
-    first = requests[group.indices[0]].ids
-    prefix = first[: group.shared] if group.shared else first[:-1]
-    return common_length(prefix, request.ids[:-1])
-
-
-def common_length(a, b) -> int:
-    """How many ids two sequences have in common at their beginning."""
-    n = min(len(a), len(b))
-    equal = np.append(a[:n] == b[:n], False)
-    return int(np.argmin(equal))
-
-
-def joining_pays(group: Group, larger: Group, requests, batch_tokens: int) -> bool:
-    """Whether the larger group fits a batch and saves more tokens than the smaller one."""
-    lengths = [len(requests[i].ids) for i in larger.indices]
-    fits = len(lengths) * (max(lengths) - 1) <= batch_tokens
-    return fits and saved(lengths, larger.shared) > saved(lengths[:-1], group.shared)
-
-
-def saved(lengths: list[int], shared: int) -> int:
-    """How many tokens a group saves if its prefix is read once.
-
-    Only one request of the group has to read the prefix. The suffixes count against that, since the
-    second pass costs something, too.
-    """
-    if len(lengths) == 1:
-        return 0
-    suffix_tokens = sum(lengths) - len(lengths) * shared
-    return (len(lengths) - 1) * shared - suffix_tokens
 
 
 # --------------------------------------------------------------------------------------------------
 # Batches
 
 
-def all_batches(indices, requests, batch_tokens: int, max_width: int) -> list[list[list[Group]]]:
-    """Two lists of batches: of groups with a prefix (two passes), of single requests (one pass).
+def all_batches(requests, batch_tokens: int, max_width: int) -> list[list[list[Group]]]:
+    """Two lists of batches: of groups with one context (two passes), of single requests (one pass).
 
     All ranks work on the same list at the same time, so they make equally many passes.
     """
-    groups = grouped(indices, requests, batch_tokens)
-    with_prefix = [group for group in groups if group.shared]
+    groups = grouped(requests, batch_tokens)
+    several = [group for group in groups if group.shared]
     single = [group for group in groups if not group.shared]
-    return [batched(kind, requests, batch_tokens, max_width) for kind in (with_prefix, single)]
+    return [batched(kind, requests, batch_tokens, max_width) for kind in (several, single)]
 
 
 class BatchShape(NamedTuple):
-    """The size of a batch. Each row is the suffix of one request."""
+    """The size of a batch. A row is what the second pass reads: the suffix of one request."""
 
     groups: int = 0
     rows: int = 0
     tokens: int = 0  # without padding
-    longest_prefix: int = 0
+    longest_context: int = 0
     longest_suffix: int = 0
 
-    def plus(self, prefix: int, suffixes: list[int]) -> "BatchShape":
-        """The shape with one more group: lengths of its prefix and of its suffixes."""
+    def plus(self, context: int, suffixes: list[int]) -> "BatchShape":
+        """The shape with one more group: lengths of its context and of its suffixes."""
         return BatchShape(
             groups=self.groups + 1,
             rows=self.rows + len(suffixes),
-            tokens=self.tokens + prefix + sum(suffixes),
-            longest_prefix=max(self.longest_prefix, prefix),
+            tokens=self.tokens + context + sum(suffixes),
+            longest_context=max(self.longest_context, context),
             longest_suffix=max(self.longest_suffix, *suffixes),
         )
 
     def fits(self, batch_tokens: int, max_width: int) -> bool:
         """Whether it is small enough, and at most a quarter of it is padding."""
-        width = self.longest_prefix + self.longest_suffix - 1  # the last id is a label only
-        padded = self.groups * self.longest_prefix + self.rows * self.longest_suffix
+        width = self.longest_context + self.longest_suffix - 1  # the last id is a label only
+        padded = self.groups * self.longest_context + self.rows * self.longest_suffix
         small = self.rows * width <= batch_tokens and width <= max_width
         return small and padded <= self.tokens * 4 / 3
 
@@ -230,61 +183,43 @@ def forward(model, batch: list[Group], requests, device, precision) -> torch.Ten
     """Scores of a batch, group after group: (rows, 2) float64 on the CPU, as in `score`."""
     rows = [requests[i] for i in indices_of(batch)]
     shared = [group.shared for group in batch for _ in group.indices]
-    # The second pass begins with the last shared id: it predicts the first id of the suffix.
-    suffixes = [row.ids[max(0, n - 1) :] for row, n in zip(rows, shared, strict=True)]
-    suffix_counts = [min(row.count, len(row.ids) - n) for row, n in zip(rows, shared, strict=True)]
-    prefix_counts = [row.count - n for row, n in zip(rows, suffix_counts, strict=True)]
+    # The last id of a context is read here: it predicts the first id of the continuation.
+    unread = [row.ids[max(0, n - 1) :] for row, n in zip(rows, shared, strict=True)]
+    ids, labels = padded(unread, [row.count for row in rows], device)
 
-    cache = None
-    passes = []  # of each pass (log-probabilities, is it the likeliest?, is it scored?), (rows, T)
     with parallel.autocast(device, precision):
+        cache = None
         if batch[0].shared:
-            room = max(len(suffix) for suffix in suffixes) - 1
-            prefix_pass, cache = read_prefixes(
-                model, batch, requests, prefix_counts, room, device, precision
-            )
-            passes.append(prefix_pass)
-        ids, labels = padded(suffixes, suffix_counts, device)
+            cache = read_contexts(model, batch, requests, ids.shape[1], device, precision)
         log_probs, greedy = model(ids, labels=labels, cache=cache, score=True)
-        passes.append((log_probs, greedy, labels != IGNORE))
 
-    log_probs, greedy, scored = (torch.cat(parts, dim=1) for parts in zip(*passes, strict=True))
-    sums = (log_probs.double() * scored).sum(dim=1)
-    all_greedy = (greedy | ~scored).all(dim=1)
+    is_scored = labels != IGNORE
+    sums = (log_probs.double() * is_scored).sum(dim=1)
+    all_greedy = (greedy | ~is_scored).all(dim=1)
     return torch.stack([sums, all_greedy.double()], dim=1).cpu()
 
 
-def read_prefixes(
-    model, batch: list[Group], requests, prefix_counts: list[int], room: int, device, precision
-):
-    """The first pass: read each group's prefix, except its last id, once.
+def read_contexts(model, batch: list[Group], requests, room: int, device, precision):
+    """The first pass: read each group's context, except its last id, once.
 
-    prefix_counts: how many ids of its prefix each request scores. room: how many more ids the cache
-    must hold. Returns (log-probabilities, is it the likeliest?, is it scored?) of the prefix ids,
-    (rows, T) each, and a cache with a row for each request.
+    Returns a cache with a row for each request, and room for so many ids more.
     """
-    prefixes = [requests[group.indices[0]].ids[: group.shared] for group in batch]
-    group_of_row = [number for number, group in enumerate(batch) for _ in group.indices]
-    most_scored = [0] * len(batch)  # ids that at least one request of the group scores
-    for number, count in zip(group_of_row, prefix_counts, strict=True):
-        most_scored[number] = max(most_scored[number], count)
-    ids, labels = padded(prefixes, most_scored, device, left=True)
+    contexts = [requests[group.indices[0]].context for group in batch]
+    ids, labels = padded(contexts, [0] * len(batch), device, left=True)
     width = ids.shape[1]
-
-    pad = torch.tensor([width + 1 - len(prefix) for prefix in prefixes], device=device)
+    pad = torch.tensor([width + 1 - len(context) for context in contexts], device=device)
     dtype = torch.bfloat16 if precision == "bf16" else next(model.parameters()).dtype
     cache = model.new_cache(len(batch), width, dtype, pad)
-    log_probs, greedy = model(ids, labels=labels, cache=cache, score=True)
+    model(ids, labels=labels, cache=cache, score=True)
 
     # From one row for each group to one row for each request.
+    group_of_row = [number for number, group in enumerate(batch) for _ in group.indices]
     rows = torch.tensor(group_of_row, device=device)
     row_cache = model.new_cache(len(rows), width + room, dtype, pad[rows])
     row_cache.k[:, :, :, :width] = cache.k[:, rows]
     row_cache.v[:, :, :, :width] = cache.v[:, rows]
     row_cache.length = width
-    first_scored = width - torch.tensor(prefix_counts, device=device)[:, None]
-    scored = torch.arange(width, device=device) >= first_scored
-    return (log_probs[rows], greedy[rows], scored), row_cache
+    return row_cache
 
 
 def padded(rows, counts, device, left=False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ evaluation/score.py.
     torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --data=icl --shots=5
     torchrun --nproc_per_node 8 -m evaluation runs/my70b --tp=8    too large for one device
 
-With --out, an interrupted evaluation resumes where it was: evaluation/results.py.
+With --out, an interrupted evaluation goes on with its next task: evaluation/results.py.
 """
 
 import time
@@ -29,7 +29,7 @@ import tensor_parallel
 from config import MPTConfig, TrainConfig
 from evaluation import tasks as icl_tasks
 from evaluation.figures import summarize, table
-from evaluation.results import Part, fingerprint, finished, save
+from evaluation.results import fingerprint, finished, save
 from evaluation.score import Request, score
 from program import require
 from text import tokenizer as tokenizers
@@ -68,13 +68,12 @@ class EvalConfig:
 
 
 def evaluate(
-    model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192, part=None, progress=False
+    model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192, progress=False
 ) -> dict:
     """Score tasks on any model, also on a sharded one during training: {name: figures}.
 
-    A collective: call it on every rank with the same tasks. part: scores of an interrupted
-    evaluation, see results.Part. Raises UserError for a continuation that is longer than the
-    model's context, and for ids beyond its vocabulary.
+    A collective: call it on every rank with the same tasks. Raises UserError for a continuation
+    that is longer than the model's context, and for ids beyond its vocabulary.
     """
     training = model.training
     separator = model.separator
@@ -88,7 +87,7 @@ def evaluate(
         requests, contexts_cut = encode(pairs, tokenizer, task.name, model.cfg)
         title = task.name if progress else ""
         with parallel.uncompiled(model):
-            values = score(model, requests, world, precision, batch_tokens, part, title).tolist()
+            values = score(model, requests, world, precision, batch_tokens, title).tolist()
         scores = {
             pair: (log_prob, greedy, request.count)
             for pair, (log_prob, greedy), request in zip(pairs, values, requests, strict=True)
@@ -173,8 +172,9 @@ def encode(pairs, tokenizer, name: str, cfg: MPTConfig) -> tuple[list[Request], 
         return known[text]
 
     for context, continuation in pairs:
-        if isinstance(context, str):
-            context, continuation = move_space(context, continuation)
+        if isinstance(context, str):  # tokens begin with their space
+            bare = context.rstrip()
+            context, continuation = bare, context[len(bare) :] + continuation
         context_ids = ids_of(context)
         scored_ids = ids_of(continuation)
         if len(context_ids) == 0:
@@ -195,12 +195,6 @@ def encode(pairs, tokenizer, name: str, cfg: MPTConfig) -> tuple[list[Request], 
         f"{cfg.vocab_size}: use the tokenizer of the model",
     )
     return requests, contexts_cut
-
-
-def move_space(context: str, continuation: str) -> tuple[str, str]:
-    """Move the space after the context to the continuation: tokens begin with their space."""
-    bare = context.rstrip()
-    return bare, context[len(bare) :] + continuation
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,21 +231,16 @@ def main(argv) -> None:
         model = model.float()
 
     results = processes.rank_zero_decides(lambda: finished(cfg.out, settings))
-    part = None
-    if cfg.out:
-        part = Part(cfg.out, f"{settings['weights']}-{precision}", world.global_rank)
     for task in tasks:
         if results.get(task.name, {}).get("digest") == task.digest:
             continue
         results |= evaluate(
-            model, tokenizer, [task], world, precision, cfg.batch_tokens, part, progress=True
+            model, tokenizer, [task], world, precision, cfg.batch_tokens, progress=True
         )
         if cfg.out and world.global_rank == 0:
             save(cfg.out, settings, results)
 
     if world.global_rank == 0:
-        if part:
-            part.remove()
         print(table({task.name: results[task.name] for task in tasks}, name))
 
 

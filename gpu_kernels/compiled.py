@@ -322,7 +322,7 @@ class ChipArgs:
         """UserError for an unknown chip or a width that the kernels do not take."""
         for arch in self.chips.split(","):
             known = ", ".join(LIMITS)
-            require(arch in LIMITS, f"no chip {config.shown(arch)}: choose from {known}")
+            require(arch in LIMITS, f"no chip {program.shown(arch)}: choose from {known}")
         require(1 <= self.head_dim <= 128, f"head_dim is {self.head_dim}, expected 1 to 128")
 
 

@@ -176,14 +176,9 @@ def cross_entropy_gradient_(
 
 
 @cross_entropy.register_fake
-def cross_entropy_shapes(logits, labels, scale, z_loss):
-    """Shapes and dtypes of `cross_entropy`'s results, for the compiler."""
-    return empty_results(logits)
-
-
 @cross_entropy_gradient_.register_fake
-def cross_entropy_gradient_shapes(logits, labels, scale, z_loss):
-    """The same for `cross_entropy_gradient_`."""
+def shapes(logits, labels, scale, z_loss):
+    """Shapes and dtypes of the results of both, for the compiler."""
     return empty_results(logits)
 
 

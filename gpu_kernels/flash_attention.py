@@ -628,52 +628,61 @@ def flash_attention(
 
 
 def check(q, k, v, slopes, sequence_ids) -> None:
-    """UserError for inputs that the kernels cannot take.
-
-    Messages are formatted only on failure, because this runs in every step.
-    """
-    check_shapes(q, k, v)
-    check_dtypes_and_devices(q, k, v)
-    if slopes is not None:
-        check_slopes(slopes, n_heads=q.shape[1], device=q.device)
-    if sequence_ids is not None:
-        check_sequence_ids(sequence_ids, q, k)
+    """UserError for inputs that the kernels cannot take."""
+    problem = fault_of_tensors(q, k, v) or fault_of_bias(q, k, slopes, sequence_ids)
+    if problem:
+        raise UserError(problem)
 
 
-def check_shapes(q, k, v) -> None:
-    """UserError unless q is (B, H, Tq, D) and k, v are (B, Hkv, Tk, D), with D at most 128."""
-    four_dimensions = q.ndim == k.ndim == 4 and k.shape == v.shape
-    if not four_dimensions or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+# Messages are formatted only on failure, because these two run in every step.
+
+
+def fault_of_tensors(q, k, v) -> str:
+    """What the kernels cannot take of q, k and v; "" if nothing."""
+    is_4d = q.ndim == k.ndim == 4 and k.shape == v.shape
+    if not is_4d or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        raise UserError(
-            f"flash_attention needs q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {shapes}"
-        )
+        return f"flash_attention needs q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {shapes}"
+
     H, Hkv, D = q.shape[1], k.shape[1], q.shape[3]
     if Hkv == 0 or H % Hkv > 0:
-        raise UserError(f"flash_attention: {H} query heads are not a multiple of {Hkv} key heads")
+        return f"flash_attention: {H} query heads are not a multiple of {Hkv} key heads"
     if D > 128:
-        raise UserError(
-            f"flash_attention takes head dims up to 128, not {D}: use attn_impl=sdpa, or more heads"
-        )
+        fix = "use attn_impl=sdpa, or more heads"
+        return f"flash_attention takes head dims up to 128, not {D}: {fix}"
 
-
-def check_dtypes_and_devices(q, k, v) -> None:
-    """UserError unless q, k and v have one supported dtype and are on one GPU."""
     supported = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
     if not supported or not q.dtype == k.dtype == v.dtype:
         dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
-        raise UserError(
-            f"flash_attention needs q, k, v all bf16, fp16 or fp32, not {dtypes}: cast them"
-        )
+        return f"flash_attention needs q, k, v all bf16, fp16 or fp32, not {dtypes}: cast them"
     if q.device.type != "cuda" and not INTERPRETED.value:
-        raise UserError(
-            f"flash_attention runs on CUDA and ROCm GPUs, not on {q.device.type}: "
-            "use attn_impl=sdpa or blocks, or set TRITON_INTERPRET=1 to run it in Triton's "
-            "interpreter, very slowly"
-        )
+        fix = "use attn_impl=sdpa or blocks, or set TRITON_INTERPRET=1 to run it, very slowly"
+        return f"flash_attention runs on CUDA and ROCm GPUs, not on {q.device.type}: {fix}"
     if not q.device == k.device == v.device:
-        devices = f"{q.device}, {k.device}, {v.device}"
-        raise UserError(f"q, k, v are on {devices}: move them to one device")
+        return f"q, k, v are on {q.device}, {k.device}, {v.device}: move them to one device"
+    return ""
+
+
+def fault_of_bias(q, k, slopes, sequence_ids) -> str:
+    """The same for slopes (H,) fp32 without gradient, and ids (B, Tk) with Tq <= Tk."""
+    H, n_queries = q.shape[1:3]
+    B, n_keys = k.shape[0], k.shape[2]
+    if slopes is not None:
+        right_kind = slopes.dtype == torch.float32 and slopes.device == q.device
+        if slopes.shape != (H,) or not right_kind:
+            given = f"{tuple(slopes.shape)} {slopes.dtype} on {slopes.device}"
+            fix = "attention.alibi_slopes(n_heads, device=...) makes them"
+            return f"alibi_slopes must be ({H},) fp32 on {q.device}, not {given}: {fix}"
+        if slopes.requires_grad:
+            return "alibi_slopes get no gradient here: detach them, or use attn_impl=reference"
+
+    if sequence_ids is not None:
+        are_integers = not sequence_ids.is_floating_point() and sequence_ids.device == q.device
+        if sequence_ids.shape != (B, n_keys) or not are_integers or n_queries > n_keys:
+            given = f"{tuple(sequence_ids.shape)} {sequence_ids.dtype} on {sequence_ids.device}"
+            needed = f"integers ({B}, {n_keys}) on {q.device}, with no more queries than keys"
+            return f"sequence_ids must be {needed}, not {given} with {n_queries} queries"
+    return ""
 
 
 def check_views(qkv, q, k, v) -> None:
@@ -688,33 +697,6 @@ def check_views(qkv, q, k, v) -> None:
         ]
         if x.shape != view.shape or any(a != b for a, b in strides):
             raise UserError("q, k and v are not views of qkv: call attention without qkv")
-
-
-def check_slopes(slopes, n_heads: int, device) -> None:
-    """UserError unless the slopes are (H,) fp32 on the device of q, without gradient."""
-    right_kind = slopes.dtype == torch.float32 and slopes.device == device
-    if slopes.shape != (n_heads,) or not right_kind:
-        raise UserError(
-            f"alibi_slopes must be ({n_heads},) fp32 on {device}, not {tuple(slopes.shape)} "
-            f"{slopes.dtype} on {slopes.device}: attention.alibi_slopes(n_heads, device=...) "
-            "makes them"
-        )
-    if slopes.requires_grad:
-        raise UserError(
-            "flash_attention gives alibi_slopes no gradient: detach them, or use "
-            "attn_impl=reference"
-        )
-
-
-def check_sequence_ids(sequence_ids, q, k) -> None:
-    """UserError unless the ids are integers (B, Tk) on the device of q, and Tq <= Tk."""
-    B, n_keys = k.shape[0], k.shape[2]
-    n_queries = q.shape[2]
-    integers = not sequence_ids.is_floating_point() and sequence_ids.device == q.device
-    if sequence_ids.shape != (B, n_keys) or not integers or n_queries > n_keys:
-        given = f"{tuple(sequence_ids.shape)} {sequence_ids.dtype} on {sequence_ids.device}"
-        needed = f"integers ({B}, {n_keys}) on {q.device}, with no more queries than keys"
-        raise UserError(f"sequence_ids must be {needed}, not {given} with {n_queries} queries")
 
 
 def document_bounds(sequence_ids):
@@ -751,8 +733,8 @@ def reference_attention(
         document = F.pad((sequence_ids[:, 1:] != sequence_ids[:, :-1]).cumsum(1), (1, 0))  # (B, Tk)
         same_document = document[:, n_keys - n_queries :, None] == document[:, None, :]
         visible = visible & same_document[:, None]  # (B, 1, Tq, Tk)
-    s = s.masked_fill(~visible, -math.inf)
     sees_no_key = ~visible.any(-1, keepdim=True)
+    s = s.masked_fill(~visible, -math.inf).masked_fill(sees_no_key, 0)
     p = torch.softmax(s, dim=-1).masked_fill(sees_no_key, 0)
     return p @ v
 
@@ -816,7 +798,7 @@ TUNED = {"--tune": (64, 128), "--tune=64": (64,), "--tune=128": (128,)}
 
 
 def tune(device, head_dims: tuple[int, ...] = (64, 128), T: int = 4096, H: int = 16) -> None:
-    """Print the fastest row of each pass on this GPU, to paste into LAUNCH (launch_table.py).
+    """Print the fastest row of each pass on this GPU, to paste into ROWS (launch_table.py).
 
     Measured on causal bf16 attention with ALiBi, 4 sequences of T tokens, H heads.
     """
@@ -831,13 +813,13 @@ def tune(device, head_dims: tuple[int, ...] = (64, 128), T: int = 4096, H: int =
         tensors |= {"out": out, "lse": lse, "do": do, "delta": torch.empty_like(lse)}
         dq, dk, dv = gradients_in(room_for_gradients(q, k), q, k)
         tensors |= {"dq": dq, "dk": dk, "dv": dv}
-        rows = {}
+        rows = []
         for pass_name, kernel in KERNELS.items():
             pointers = {name: x for name, x in tensors.items() if name in kernel.arg_names}
             run_pass = functools.partial(launch, pass_name, pointers, True, scale)
             label = f"{pass_name}, heads of {D}"
-            rows[pass_name] = launch_table.fastest(label, run_pass, triton.testing.do_bench)
-        print(f'    ("{architecture(q.device)}", {D}): {rows},', flush=True)
+            rows.append(launch_table.fastest(label, run_pass, triton.testing.do_bench))
+        print(f'    ("{architecture(q.device)}", {D}, {", ".join(map(str, rows))}),', flush=True)
 
 
 def main(argv) -> None:

@@ -453,17 +453,18 @@ with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
 # the same sums are taken in another order, which gives other rounding errors. So the losses may
 # differ in the last digits, and training makes such differences grow. The tokens must be the same.
 #
-# lessons/elastic.py keeps a run going: it starts it again until it is finished. `make elastic` is
-# the longer demonstration, with --tp and --pp, on clusters that share only an object store.
+# lessons/elastic.py keeps a run going: it starts it again until it is finished. Each part has a
+# run folder of its own, as on another cluster; what they share is an object store, to which the
+# run is mirrored (--remote). `make elastic` is the longer demonstration, with --tp and --pp.
 
 # %%
 parts = [
     elastic.Part(1, 0.25, signal.SIGTERM),  # asked to stop: it saves first
     elastic.Part(2, 0.5, signal.SIGTERM),
-    elastic.Part(4, 0.75, signal.SIGKILL),  # a random rank is killed
+    elastic.Part(4, 0.75, signal.SIGKILL),  # all ranks are killed while a checkpoint is copied
     elastic.Part(1),
 ]
-moved, unmoved = FOLDER / "6-moved", FOLDER / "6-unmoved"
+folder = FOLDER / "6-elastic"
 if SHORT:
     print("Not run: it takes five launches, which python -m lessons 6 makes without --short.")
     print("A stored result instead, of `make elastic` (bench/results/cpu.md, 2026-11-26): a larger")
@@ -471,10 +472,10 @@ if SHORT:
     print("    losses                  at most 2.1e-5 nats per token from those on 1 rank")
     print("    final validation loss   5.3514 in both")
 else:
-    for run, its_parts in ((unmoved, [elastic.Part(1)]), (moved, parts)):
-        shutil.rmtree(run, ignore_errors=True)  # of another day, perhaps of another version
-        run.with_suffix(".log").unlink(missing_ok=True)
-        elastic.supervise(run, FLAGS, its_parts, STEPS)
+    shutil.rmtree(folder, ignore_errors=True)  # of another day, perhaps of another version
+    unmoved = folder / "one"
+    elastic.supervise(unmoved, FLAGS, elastic.Part(1), STEPS)
+    *_, moved = elastic.move(folder, FLAGS, parts, STEPS)
     elastic.check([unmoved, moved], STEPS)
     print("restarts:", plot.restart_labels(str(moved)))
 

@@ -31,7 +31,6 @@ import traceback
 import tracemalloc
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -44,6 +43,8 @@ from program import UserError
 
 SECONDS = 30  # for one call
 STARTING = 120  # until ranks answer for the first time
+HANGS = """. Does it end?
+Is a collective inside `if rank == 0`, or are they in another order on a rank?"""
 
 
 class ToDo(Exception):
@@ -95,11 +96,6 @@ class Answer:
         with self.explained(call_of(function, args, keywords)):
             return without_gradients(called(*copy.deepcopy(args), **keywords))
 
-    def call_without(self, missing: str, function: str, *args):
-        """What the function returns if another one, which it should call, is None."""
-        with mock.patch.object(self.module, missing, None):
-            return self.call(function, *args)
-
     def measure(self, function: str, *args) -> tuple:
         """(What it returns, the most bytes that tensors made by it held at once)."""
         called = self.value(function)
@@ -143,8 +139,8 @@ class Answer:
             del self.pools[size]  # it has ended: the next call gets a new one
             _, failed, words = error.details.partition("AssertionError: ")
             self.hangs = str(error).startswith("no answer in")
-            why = words.strip() if failed else f"{function}: {error}{'. Does it end?' * self.hangs}"
-            raise AssertionError(f"on {size} ranks, {why}") from None
+            why = words.strip() if failed else f"{function}: {error}"
+            raise AssertionError(f"on {size} ranks, {why}{HANGS * self.hangs}") from None
         for result in results:
             if isinstance(result, ToDo):
                 raise result

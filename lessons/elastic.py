@@ -30,9 +30,7 @@ amplifies like any other noise. The final validation losses must agree within 0.
 After an interruption, the same command continues.
 """
 
-import itertools
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -60,7 +58,7 @@ class Part(NamedTuple):
     """A part of a run."""
 
     ranks: int
-    share: float = 1  # of the steps of the run, after which the part ends
+    share: float = 1  # of the steps of the run, after which `ending` ends the part
     ending: signal.Signals | None = None  # the signal that ends it
     tp: int = 1  # ranks over which each layer is cut
     pp: int = 1  # pipeline stages over which the layers are cut
@@ -100,9 +98,9 @@ class Launch:
             return failed[0]
         return None if None in statuses else 0
 
-    def send(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one rank, or to all."""
-        for process in self.processes if rank is None else [self.processes[rank]]:
+    def send(self, number: int) -> None:
+        """Send a signal to all ranks."""
+        for process in self.processes:
             process.send_signal(number)  # does nothing if the process has ended
 
     def wait(self, seconds: float) -> bool:
@@ -132,62 +130,46 @@ def steps_done(run_dir: Path) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-def part_now(run_dir: Path, parts: list[Part], max_steps: int) -> int:
-    """The index of the part to run next.
-
-    The run folder records each launch. Every change of the layout began a new part. If the newest
-    part has done its steps, the next one is due.
-    """
-    launches = [launch for launch in runlog.read_launches(run_dir) if "ranks" in launch]
-    layouts = [(launch["ranks"], launch.get("tp", 1), launch.get("pp", 1)) for launch in launches]
-    part = sum(before != after for before, after in itertools.pairwise(layouts))
-    part = min(part, len(parts) - 1)  # a run from elsewhere has the layouts of before
-    if steps_done(run_dir) >= parts[part].share * max_steps:
-        part += 1
-    return min(part, len(parts) - 1)
-
-
 def finished(run_dir: Path, max_steps: int) -> bool:
     """Whether the checkpoint of the last step exists."""
     newest = checkpoint.latest(run_dir)
     return newest is not None and newest.name == f"step-{max_steps}"
 
 
+def is_over(part: Part, run_dir: Path, max_steps: int) -> bool:
+    """Whether a part that ends early has done its share."""
+    return bool(part.ending) and steps_done(run_dir) >= part.share * max_steps
+
+
 def move(folder: Path, flags: list[str], clusters: list[Part], max_steps: int) -> list[Path]:
     """Each part in a folder of its own. Returns the folders: in the last one the run is finished.
 
-    What they share is folder/store.
+    What they share is folder/store. A part is over when a later one has begun.
     """
     store = (folder / "store").absolute()
     runs = [folder / f"moved-{number}" for number in range(1, len(clusters) + 1)]
     for number, (part, run) in enumerate(zip(clusters, runs, strict=True), 1):
         if not any(later.exists() for later in runs[number:]):
-            supervise(run, [*flags, f"--remote=file://{store}"], [part], max_steps, store)
+            supervise(run, [*flags, f"--remote=file://{store}"], part, max_steps, store)
     return runs
 
 
-def is_done(run_dir: Path, last: Part, max_steps: int) -> bool:
-    """Whether the run is finished, or was ended as its last part says."""
-    is_ended = last.ending and steps_done(run_dir) >= last.share * max_steps
-    return finished(run_dir, max_steps) or bool(is_ended)
-
-
 def supervise(
-    run_dir: Path, flags: list[str], parts: list[Part], max_steps: int, store: Path | None = None
+    run_dir: Path, flags: list[str], part: Part, max_steps: int, store: Path | None = None
 ) -> None:
-    """Launch the run again and again until it is done.
+    """Launch the run again and again until it is finished, or was ended as its part says.
 
-    store: a folder that mirrors the run; then SIGKILL hits all ranks, in the middle of a copy.
+    store: a folder that mirrors the run.
     UserError if a rank reports a user error, or three launches in a row save no checkpoint.
     """
     log = run_dir.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    title = f"{run_dir.name:<6} {plot.layout_label(part.ranks, part.tp, part.pp):<20}"
+    flags = [*flags, f"--run_dir={run_dir}", f"--tp={part.tp}", f"--pp={part.pp}"]
     launches_in_vain = 0
-    while not is_done(run_dir, parts[-1], max_steps):
+    while not (finished(run_dir, max_steps) or is_over(part, run_dir, max_steps)):
         checkpoint_before = checkpoint.latest(run_dir)
-        part = parts[part_now(run_dir, parts, max_steps)]
-        title = f"{run_dir.name:<6} {plot.layout_label(part.ranks, part.tp, part.pp):<20}"
-        layout = [f"--tp={part.tp}", f"--pp={part.pp}"]
-        launch = Launch([*flags, f"--run_dir={run_dir}", *layout], part.ranks, log)
+        launch = Launch(flags, part.ranks, log)
         try:
             watch(launch, run_dir, max_steps, title, part, store)
         finally:
@@ -204,22 +186,15 @@ def supervise(
         require(goes_on, f"{run_dir} makes no progress, see {log}: {last_line}")
 
 
-def being_copied(store: Path) -> bool:
-    """Whether a checkpoint is in the store, but not complete: its checksums are copied last."""
-    paths = list(store.glob("checkpoints/step-*/*"))
-    complete = {path.parent for path in paths if path.name == "checksums.json"}
-    return {path.parent for path in paths} != complete
-
-
 def watch(
     launch: Launch, run_dir: Path, max_steps: int, title: str, part: Part, store: Path | None
 ) -> None:
     """Report progress until a rank fails or all are done.
 
-    The signal that ends the part is sent once, when its share of the steps is done: SIGTERM to all
-    ranks, SIGKILL to a random one; with a store to all, while a checkpoint is being copied.
+    When its share of the steps is done, all ranks get the signal that ends the part. SIGKILL waits
+    until a checkpoint is being copied to the store.
     """
-    ending = part.ending
+    is_sent = False
     shown = steps_done(run_dir)
     while launch.status() is None:
         time.sleep(0.1)
@@ -228,17 +203,21 @@ def watch(
             print(f"{title} step {step}/{max_steps}", flush=True)
         shown = step
 
-        if ending and step >= part.share * max_steps:
-            kills_all = ending == signal.SIGKILL and store
-            while kills_all and not being_copied(store) and launch.status() is None:
+        if is_over(part, run_dir, max_steps) and not is_sent:
+            kills = part.ending == signal.SIGKILL
+            while kills and not being_copied(store) and launch.status() is None:
                 time.sleep(0.002)
             step = steps_done(run_dir)
-            kills_one = ending == signal.SIGKILL and not store
-            victim = random.randrange(len(launch.processes)) if kills_one else None
-            target = "all" if victim is None else f"rank {victim}"
-            print(f"{title} step {step}/{max_steps}: {ending.name} to {target}", flush=True)
-            launch.send(ending, victim)
-            ending = None
+            print(f"{title} step {step}/{max_steps}: {part.ending.name} to all", flush=True)
+            launch.send(part.ending)
+            is_sent = True
+
+
+def being_copied(store: Path) -> bool:
+    """Whether a checkpoint is in the store, but not complete: its checksums are copied last."""
+    paths = list(store.glob("checkpoints/step-*/*"))
+    complete = {path.parent for path in paths if path.name == "checksums.json"}
+    return {path.parent for path in paths} != complete
 
 
 def check(runs: list[Path], max_steps: int) -> None:
@@ -278,7 +257,7 @@ def main(argv) -> None:
     if all(finished(run, cfg.max_steps) for run in runs):
         print("all runs are finished. To train them anew set another --run_dir")
 
-    supervise(runs[0], flags, [Part(1)], cfg.max_steps)
+    supervise(runs[0], flags, Part(1), cfg.max_steps)
     move(folder, flags, CLUSTERS, cfg.max_steps)
     plot.main([*map(str, runs), f"--out={folder}/elastic.png", "--diff"])
     check(runs, cfg.max_steps)

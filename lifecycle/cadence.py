@@ -11,12 +11,13 @@ Run `python -m lifecycle.cadence configs/demo.py` to see when a run evaluates an
 """
 
 import math
+import re
 import time
 
 import config
 import program
 from config import TrainConfig
-from program import UserError, require
+from program import UserError, require, shown
 
 
 class Cadence:
@@ -83,7 +84,7 @@ class Skips:
         texts = [skips_of_checkpoint, cfg.skip_steps]
         parts = [part.strip() for text in texts for part in text.split(",")]
         self.text = ",".join(dict.fromkeys(filter(None, parts)))
-        self.ranges = disjoint(config.step_ranges(self.text))
+        self.ranges = disjoint(step_ranges(self.text))
         end = longer = cfg.max_steps
         for r in reversed(self.ranges):
             end = r.start if end - 1 in r else end
@@ -99,6 +100,21 @@ class Skips:
     def before(self, step: int) -> int:
         """How many of the steps 0 to step - 1 are skipped."""
         return sum(len(range(r.start, min(r.stop, step))) for r in self.ranges)
+
+
+def step_ranges(text: str) -> list[range]:
+    """The ranges of --skip_steps: "120:140,300:310" -> [range(119, 139), range(299, 309)].
+
+    The text counts steps from 1, as metrics.jsonl does; the ranges count from 0. Raises UserError.
+    """
+    ranges = []
+    for part in text.split(",") if text else []:
+        ends = re.fullmatch(r"\s*(\d{1,15}):(\d{1,15})\s*", part)
+        valid = ends and 0 < int(ends[1]) < int(ends[2])
+        example = "ranges such as 120:140, which is 120 to 139"
+        require(valid, f"skip_steps takes {example}, not {shown(part)}")
+        ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
+    return ranges
 
 
 def disjoint(ranges: list[range]) -> list[range]:

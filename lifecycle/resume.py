@@ -24,8 +24,9 @@ import config
 import processes
 import program
 from checkpoint import find, latest, number, numbered, verify
-from config import MPTConfig, TrainConfig, step_ranges
+from config import MPTConfig, TrainConfig
 from lifecycle import runlog
+from lifecycle.cadence import step_ranges
 from program import UserError, require
 from storage import checkpoint_files
 from storage.checkpoint_files import read_meta

@@ -23,6 +23,7 @@ from planning.fleet import (
     UNKNOWN_LINK,
     FleetArgs,
     network_words,
+    of_family,
 )
 from planning.search import Plan, Question
 from program import UserError, require
@@ -150,7 +151,7 @@ def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
         **run,
         band={"tokens_per_second": [rate * low, rate * high], **band},
         certainty=kind,
-        assumed=tuple(assumed(plan, args)),
+        assumed=(*assumed_fleet(plan, args), *assumed_speed(plan, args), *assumed_run(plan, args)),
     )
 
 
@@ -168,9 +169,8 @@ def band_of(plan: Plan) -> tuple[float, float, str]:
 
 def watts(device: Device, args: PlanArgs) -> float | None:
     """Watts of one torch device with its share of the node, or None if unknown."""
-    of_nodes = [w for family, w in NODE_WATTS.items() if device.name.startswith(family)]
-    published = of_nodes[0] if of_nodes else None
-    return args.watts or published or (device.watts and NODE_OVER_BOARD * device.watts)
+    of_node = of_family(NODE_WATTS, device)
+    return args.watts or of_node or (device.watts and NODE_OVER_BOARD * device.watts)
 
 
 def flags(plan: Plan) -> str:
@@ -410,11 +410,6 @@ def training_lines(row: Row) -> list[str]:
 # What was assumed
 
 
-def assumed(plan: Plan, args: PlanArgs) -> list[str]:
-    """What a plan rests on and the user did not set."""
-    return [*assumed_fleet(plan, args), *assumed_speed(plan, args), *assumed_run(plan, args)]
-
-
 def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
     """Nodes, links, cards and the network."""
     device, fleet = plan.fleet.device, plan.fleet
@@ -490,8 +485,8 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
         lines.append(f"{kernel}, and ALiBi adds no columns to q and k")
     device_watts = watts(device, args)
     if not args.watts and device_watts:
-        is_published = device.name.startswith(tuple(NODE_WATTS))
-        source = "of published nodes" if is_published else f"{NODE_OVER_BOARD} times the board's"
+        of_board = f"{NODE_OVER_BOARD} times the board's"
+        source = "of published nodes" if of_family(NODE_WATTS, device) else of_board
         lines.append(f"{device_watts:.0f} W a device with its share of the node, {source}")
     return lines
 
@@ -567,10 +562,9 @@ def sweep(q: Question, counts: list[int], args: PlanArgs) -> list[Row]:
 
 def with_efficiency(rows: list[Row]) -> list[Row]:
     """The rows with the speed of one device / that in the first row that has a plan."""
-    speeds = [row.tokens_per_second / row.devices for row in rows if not row.problem]
-    found = []
-    for row in rows:
-        if not row.problem:
-            row = replace(row, efficiency=row.tokens_per_second / row.devices / speeds[0])
-        found.append(row)
-    return found
+    each = [row.tokens_per_second and row.tokens_per_second / row.devices for row in rows]
+    first = next(filter(None, each), None)
+    return [
+        replace(row, efficiency=speed and speed / first)
+        for row, speed in zip(rows, each, strict=True)
+    ]

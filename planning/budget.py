@@ -152,7 +152,7 @@ def main(argv: list[str]) -> None:
     """Print the models that the fleet in argv can train in so many days."""
     classes = (MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
     (number,), m, cfg, asked, args = config.load(argv, *classes, takes="DAYS")
-    days = config.checked(config.parse_number(number), float, "DAYS", "the command line")
+    days = program.checked(program.parse_number(number), float, "DAYS", "the command line")
     config.check_range("budget", days)
     if "global_batch_size" not in map(flops.flag_name, argv):
         cfg = replace(cfg, global_batch_size=default_batch(cfg, args.devices))

@@ -130,12 +130,6 @@ def flags_of(row: dict) -> list[str]:
     return flags + [f"--{setting}" for setting in others]
 
 
-def settings_of(row: dict) -> tuple[MPTConfig, TrainConfig]:
-    """The settings of a row of `bench train` that the planner reads. Raises UserError."""
-    m, cfg = config.load(flags_of(row), MPTConfig, TrainConfig)
-    return m, cfg
-
-
 def device_of(path: str) -> str:
     """The name of the device that a file was measured on, as it reports it. Raises UserError."""
     name = read(path).device

@@ -184,7 +184,7 @@ class FleetArgs:
         if self.machine and self.machine not in MACHINES:
             near = difflib.get_close_matches(self.machine, MACHINES, n=3) or list(MACHINES)
             guess = f"did you mean {' or '.join(near)}?"
-            raise UserError(f"no machine {config.shown(self.machine)}, {guess}")
+            raise UserError(f"no machine {program.shown(self.machine)}, {guess}")
 
 
 def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1) -> Fleet:
@@ -217,12 +217,15 @@ def device_of_machine(machine: Machine, args: FleetArgs) -> Device:
     return device
 
 
+def of_family(figures: dict[str, float], device: Device) -> float | None:
+    """The figure of the family with which the device's name begins, or None."""
+    found = [figure for family, figure in figures.items() if device.name.startswith(family)]
+    return found[0] if found else None
+
+
 def usual_network(device: Device) -> float:
     """GB/s of a node's network for each of its devices, in the usual nodes of this device."""
-    for family, gbs in NETWORK_GBS.items():
-        if device.name.startswith(family):
-            return gbs
-    return OTHER_NETWORK_GBS
+    return of_family(NETWORK_GBS, device) or OTHER_NETWORK_GBS
 
 
 def with_node_size(fleet: Fleet, node_size: int) -> Fleet:
@@ -247,7 +250,7 @@ def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
     if args.network > DOUBTFUL_NETWORK * usual_network(device) * fleet.node_size:
         gbs = f"--network={args.network:g} is {args.network:,.6g} GB/s a node, each way"
         fix = f"if these are Gb/s, divide by 8: --network={args.network / 8:g}"
-        config.say_once("note", f"{gbs}: {fix}")
+        program.say_once("note", f"{gbs}: {fix}")
     return replace(fleet, network_gbs=args.network, network_from="set")
 
 
@@ -261,9 +264,8 @@ def network_words(fleet: Fleet, args: FleetArgs) -> str:
     if fleet.network_from == "machine":
         links = MACHINES[args.machine].links
         return f"{gbs}: {args.machine}'s, {links}, of which not all may arrive"
-    name = fleet.device.name
-    is_known = name.startswith(tuple(NETWORK_GBS))
-    source = f"as usual with {name}" if is_known else "a guess"
+    is_known = of_family(NETWORK_GBS, fleet.device)
+    source = f"as usual with {fleet.device.name}" if is_known else "a guess"
     each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
     fix = "set --network or --machine, it matters more than any constant"
     return f"{gbs}: {each}, {source}: {fix}"

@@ -244,7 +244,7 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     tp, pp = cfg.tp, cfg.pp
     m.check_tensor_ranks(tp, cfg.sequence_parallel)
     m.check_stages(pp)
-    m.check_adapters_fit(cfg)
+    flops.check_adapters(m, cfg)
 
     dp, rest = divmod(ranks, tp * pp)
     require(rest == 0, f"{ranks} global ranks are not a multiple of tp {tp} x pp {pp} = {tp * pp}")

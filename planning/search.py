@@ -195,31 +195,34 @@ def splits_of(q: Question) -> list[tuple[TrainConfig, Fleet]]:
         except UserError as error:
             problems.append(error)
             continue
-        node = min(fleet.dp_ranks_per_node, fleet.dp)
-        choices = itertools.product(sharding_modes(q.asked, fleet), sequence_choices(q, tp))
-        for sharding, sequence_parallel in choices:
-            in_groups = SHARDING_MODES[sharding].over == "group"
-            shard_size = (q.cfg.shard_size or node) if in_groups else 0
-            cfg = replace(
-                q.cfg,
-                tp=tp,
-                pp=pp,
-                sharding=sharding,
-                shard_size=shard_size,
-                sequence_parallel=sequence_parallel,
-            )
-            ranks = f"the {fleet.dp} data-parallel ranks"
-            try:
-                divides = not in_groups or fleet.dp % shard_size == 0
-                require(divides, f"shard_size {shard_size} does not divide {ranks}: set another")
-                memory.layout(q.m, cfg, fleet.devices)
-            except UserError as error:
-                problems.append(error)
-                continue
-            found.append((cfg, fleet))
+        for sharding in sharding_modes(q.asked, fleet):
+            for sequence_parallel in sequence_choices(q, tp):
+                try:
+                    found.append((split_of(q, fleet, sharding, sequence_parallel), fleet))
+                except UserError as error:
+                    problems.append(error)
     if not found:
         raise problems[0]
     return found
+
+
+def split_of(q: Question, fleet: Fleet, sharding: str, sequence_parallel: bool) -> TrainConfig:
+    """The settings of one split. UserError if it does not divide the ranks, model or batch."""
+    shard_size = 0
+    if SHARDING_MODES[sharding].over == "group":
+        shard_size = q.cfg.shard_size or min(fleet.dp_ranks_per_node, fleet.dp)
+        problem = f"shard_size {shard_size} does not divide the {fleet.dp} data-parallel ranks"
+        require(fleet.dp % shard_size == 0, f"{problem}: set another")
+    cfg = replace(
+        q.cfg,
+        tp=fleet.tp,
+        pp=fleet.pp,
+        sharding=sharding,
+        shard_size=shard_size,
+        sequence_parallel=sequence_parallel,
+    )
+    memory.layout(q.m, cfg, fleet.devices)
+    return cfg
 
 
 def layouts(q: Question, cfg: TrainConfig, fleet: Fleet, ends=False) -> Iterator[TrainConfig]:

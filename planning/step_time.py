@@ -293,10 +293,8 @@ class StepTime:
 
     def tensor(self) -> float:
         """What the tensor ranks that share a layer send each other."""
-        seconds = 0.0
-        for size, calls in self.tensor_traffic().items():
-            seconds += calls * self.ring(size, self.fleet.tp, 1, 1)
-        return seconds
+        traffic = self.tensor_traffic().items()
+        return sum(calls * self.ring(size, self.fleet.tp, 1, 1) for size, calls in traffic)
 
     def tensor_traffic(self) -> dict[float, float]:
         """{bytes: how many all-gathers and reduce-scatters of this size in all}.

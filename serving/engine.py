@@ -22,7 +22,6 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -30,6 +29,7 @@ from config import MPTConfig
 from model import MPT, init_weights
 from program import UserError, arguments, require, run
 from serving.adapters import BASE
+from serving.constraint import Constraint
 from serving.decoder import Decoder
 from serving.rows import Prefixes, Rows
 from serving.sampling import Sampling, sample
@@ -43,20 +43,11 @@ MIN_COST = 32
 AHEAD = 4  # waiting texts whose adapters are loaded in advance
 
 
-class Constraint(Protocol):
-    """What a text may be, such as JSON of some schema. What it raises ends its text alone."""
-
-    def mask(self) -> torch.Tensor:
-        """Which tokens may come next: (V,) uint8, 0 for those that may not."""
-
-    def accept(self, token: int) -> None:
-        """Take note of the token that was drawn."""
-
-
 @dataclass(eq=False)
 class Request:
     """A text that somebody waits for.
 
+    constraint: what the text may be. An error that it raises ends this text alone.
     n_logprobs: report the log-probability of each token, and of so many of the likeliest ones.
     of_prompt: a list that gets the same for the tokens of the prompt, from the second one on.
     error: what ended the text, if its `end` is "error". The engine sets it.

@@ -15,8 +15,6 @@ be neither compiled nor differentiated. So only this file uses them, and where `
 serving/decoder.py keeps nn.Linear.
 """
 
-import time
-
 import torch
 import torch.nn as nn
 
@@ -48,14 +46,3 @@ def pack_linear_layers(module: nn.Module) -> None:
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             setattr(module, name, PackedLinear(child.weight, child.bias))
-
-
-@torch.inference_mode()
-def milliseconds(function, *args, turns: int = 20) -> float:
-    """The shortest time of a call."""
-    best = float("inf")
-    for _ in range(turns):
-        begin = time.perf_counter()
-        function(*args)
-        best = min(best, time.perf_counter() - begin)
-    return 1e3 * best

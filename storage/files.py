@@ -152,7 +152,7 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
     try:
         text = read_bytes(path).decode("utf-8-sig")
         table = csv.DictReader(io.StringIO(text, newline=""), restval="")
-        table.fieldnames = new_columns(table.fieldnames or ())
+        table.fieldnames = [config.RENAMED.get(name, name) for name in table.fieldnames or ()]
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {program.one_line(error)}") from error
@@ -162,11 +162,6 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
     extra_cells = any(None in row for row in rows)
     require(not extra_cells, f"{path} is damaged (a row has more cells than there are columns)")
     return rows
-
-
-def new_columns(names) -> list[str]:
-    """The column names of a table, with renamed settings under their new names."""
-    return [config.RENAMED.get(name, name) for name in names]
 
 
 # --------------------------------------------------------------------------------------------------

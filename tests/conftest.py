@@ -49,7 +49,8 @@ PATIENCE = 600  # seconds that one function on all ranks, or one launched progra
 class Ranks:
     """A `processes.Pool` of ranks joined by gloo, started when called and kept for the session.
 
-    Each process has one thread, and the variables of `environment`.
+    Each process has one thread, and the variables of `environment`. Without any it is forked from
+    one that has imported the trainer, as the ranks of `launches.Job`.
     """
 
     def __init__(self, size: int, **environment):
@@ -68,15 +69,27 @@ class Ranks:
         if self.calls % LIFE == 0:
             self.stop()
         try:
-            self.pool = self.pool or processes.Pool(
-                self.size, joined, environment={"OMP_NUM_THREADS": "1"} | self.environment
-            )
+            self.pool = self.pool or self.new_pool()
             return self.pool(call, function, *args, patience=PATIENCE)
         except processes.PoolError as error:
             self.pool = None  # the next call starts new ranks
             raise AssertionError(error.details or str(error)) from None
         finally:
             self.last_call = time.monotonic()
+
+    def new_pool(self):
+        import launches
+
+        import processes
+
+        if not self.environment:
+            launches.start_server()
+        return processes.Pool(
+            self.size,
+            joined,
+            environment={"OMP_NUM_THREADS": "1"} | self.environment,
+            method="spawn" if self.environment else "forkserver",
+        )
 
     def stop_if_idle(self) -> None:
         if time.monotonic() - self.last_call > IDLE:
@@ -235,12 +248,17 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_run(tiny_data, tmp_path_factory) -> Path:
     """A run folder of two steps over bytes, with ALiBi and a checkpoint of each step."""
+    import launches
+
+    import fsdp_train
+
     folder = tmp_path_factory.mktemp("two-steps")
     flags = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=24 --alibi"
     flags += " --global_batch_size=4 --max_steps=2 --warmup_steps=1 --save_interval=1"
     flags += " --run_dir=run --eval_tokens=100"
-    done = launch([], folder, [*flags.split(), *flags_for(tiny_data)])
-    assert done.returncode == 0, done.stderr
+    flags = [*flags.split(), *flags_for(tiny_data)]
+    with launches.Job(folder, 1, fsdp_train.main, flags) as job:
+        assert job.wait() == [0], job.log()
     return folder / "run"
 
 
@@ -363,6 +381,16 @@ def slurm(tmp_path_factory):
         pytest.skip(reason)
     with slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """`forks(words, folder)` runs `python WORDS` of one process, as forks.py says."""
+    from forks import Forks
+
+    forks = Forks(ROOT)
+    yield forks
+    forks.stop()
 
 
 @pytest.fixture

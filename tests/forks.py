@@ -2,8 +2,10 @@
 
     forks = Forks(ROOT)
     status, out, err = forks(["-m", "lifecycle.plot", "runs/demo"], folder)
+    status, out, err = forks(["tensor_parallel.py"], folder, ranks=2)
 
 Each is started as `python WORDS` in `folder`: its own modules are imported anew, from the root.
+Several ranks find each other as under torchrun.
 """
 
 import gc
@@ -18,6 +20,8 @@ from pathlib import Path
 
 from conftest import PATIENCE, clean_environment
 
+import processes
+
 
 class Forks:
     """The process that forks. root: the project, or a copy of it. variables: more for programs."""
@@ -31,12 +35,23 @@ class Forks:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, **pipes, env=env, pass_fds=[self.writer])
 
-    def __call__(self, words, folder, read=True):
-        """Exit status, output, errors. read=False: the reader of the output is gone."""
+    def __call__(self, words, folder, read=True, ranks=1):
+        """Exit status, output, errors. read=False: the reader of the output is gone.
+
+        The status of several ranks is 0 if all have ended with it.
+        """
+        port = processes.free_port()
+        places = [processes.torchrun_variables(rank, ranks, port) for rank in range(ranks)]
         out, err = (Path(self.folder.name, name) for name in ("out", "err"))
         for path in (out, err):
             path.write_text("")
-        case = [words, str(folder), str(out) if read else None, str(err)]
+        case = {
+            "words": words,
+            "folder": str(folder),
+            "out": str(out) if read else None,
+            "err": str(err),
+            "places": places if ranks > 1 else [{}],
+        }
         self.process.stdin.write(json.dumps(case) + "\n")
         self.process.stdin.flush()
         status = int(self.process.stdout.readline())
@@ -64,19 +79,30 @@ def import_torch(root: str) -> None:
 
 
 def serve(unread: int) -> None:
-    """Run each command that comes, a line of JSON, in a fork, and answer with its exit status."""
+    """Run each command that comes, a line of JSON, in forks, and answer with an exit status."""
     for line in sys.stdin:
-        words, folder, out, err = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(PATIENCE)  # one that hangs ends
-            os.chdir(folder)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that reads its input ends
-            os.dup2(os.open(out, os.O_WRONLY) if out else unread, 1)
-            os.dup2(os.open(err, os.O_WRONLY), 2)
-            start(words)
-            return
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        case = json.loads(line)
+        children = []
+        for variables in case["places"]:
+            child = os.fork()
+            if child == 0:
+                os.environ.update(variables)
+                be_a_program(case, unread)
+                return
+            children.append(child)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(next(filter(None, statuses), 0), flush=True)
+
+
+def be_a_program(case: dict, unread: int) -> None:
+    """Run a command in this process."""
+    signal.alarm(2 * PATIENCE)  # one that hangs ends
+    os.chdir(case["folder"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that reads its input ends
+    appending = os.O_WRONLY | os.O_APPEND
+    os.dup2(os.open(case["out"], appending) if case["out"] else unread, 1)
+    os.dup2(os.open(case["err"], appending), 2)
+    start(case["words"])
 
 
 def start(words: list[str]) -> None:

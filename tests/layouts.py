@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import checkpoint
+import flops
 import fsdp_train
 import lora
 import parallel
@@ -71,7 +72,7 @@ def is_possible(job) -> bool:
         model_cfg.check()
         cfg.check()
         parallel.check(model_cfg, cfg)
-        model_cfg.check_adapters_fit(cfg)
+        flops.check_adapters(model_cfg, cfg)
     except UserError:
         return False
     return True

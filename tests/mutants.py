@@ -308,7 +308,7 @@ program.py: test_program.py
 
 settings whose names are misspelled are ignored
 config.py: test_config.py
-- elif name not in others:
+- elif key not in others:
 + elif False:
 
 # --- the use of a model

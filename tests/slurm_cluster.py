@@ -147,7 +147,7 @@ class Cluster:
         while not condition():
             alive = self.process.poll() is None
             assert alive and time.monotonic() < deadline, self.logs()
-            time.sleep(0.1)
+            time.sleep(0.3)  # each look costs a process
 
     def logs(self) -> str:
         """The end of each log."""

@@ -14,19 +14,19 @@ from conftest import ROOT, refusal
 
 import config
 import generate
+import program
 from config import (
     RANGES,
     SHARDING_MODES,
     MPTConfig,
     Sharding,
     TrainConfig,
-    alternatives,
     check_ranges,
     from_dict,
     load,
     to_json,
 )
-from program import UserError
+from program import alternatives
 
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
 
@@ -64,44 +64,27 @@ def run(*argv):
 
 
 def test_defaults_then_files_then_flags(write):
+    assert both() == vars(MPTConfig()) | vars(TrainConfig())
     first = write("n_layers = 3\nd_model = 64\nlr = 0.1\n", "first.py")
     second = write("d_model = 128\nseed = 7\n", "second.py")
     settings = both("--lr=0.5", first, second, "--seed=9")  # a flag wins wherever it stands
     given = {"n_layers": 3, "d_model": 128, "lr": 0.5, "seed": 9}
-    assert {key: settings[key] for key in given} == given
+    assert settings == both() | given
     assert both(second, first)["d_model"] == 64  # of two files the later one
     assert both("--seed=1", "--seed=2")["seed"] == 2  # of two flags, too
-    assert settings["max_seq_len"] == MPTConfig.max_seq_len
-    assert settings["run_dir"] == TrainConfig.run_dir
 
 
-@pytest.mark.parametrize(
-    "flags, kept",
-    [
-        ("", True),
-        ("--run_dir=r --pp=2 --microbatch_size=2 --precision=fp32 --attn_impl=sdpa", True),
-        ("--lr=2e-3", True),  # as in the file
-        ("--lr=1e-3", False),
-        ("--max_steps=60", False),
-        ("--dataset=my/*.txt", False),
-        ("other.py", False),
-        ("other.py --expect=another", True),
-        ("--n_layers=DEFAULT", True),
-    ],
-)
-def test_an_expected_result_is_that_of_the_settings_it_was_written_for(flags, kept, write):
+def test_an_expected_result_is_that_of_the_settings_it_was_written_for(write):
     """A file's `expect` goes when a later file or a flag decides otherwise how the run ends."""
     demo = write('expect = "4.7"\nlr = 2e-3\nwarmup_steps = 5', "demo.py")
     other = write("d_model = 64", "other.py")
-    flags = flags.replace("DEFAULT", str(MPTConfig.n_layers))
-    words = [word.replace("other.py", other) for word in flags.split()]
-    _, cfg = load([demo, *words], MPTConfig, TrainConfig)
-    assert bool(cfg.expect) == kept
+    default = f"--n_layers={MPTConfig.n_layers}"
+    same_run = "--run_dir=r --pp=2 --microbatch_size=2 --precision=fp32 --attn_impl=sdpa"
+    for words in ("", same_run, "--lr=2e-3", default, f"{other} --expect=another"):
+        assert both(demo, *words.split())["expect"], words
+    for words in ("--lr=1e-3", "--max_steps=60", "--dataset=my/*.txt", other):
+        assert not both(demo, *words.split())["expect"], words
     assert not config.SAME_RESULT - FIELDS.keys()
-
-
-def test_without_arguments_the_defaults():
-    assert both() == vars(MPTConfig()) | vars(TrainConfig())
 
 
 def test_a_file_may_compute_and_import_and_its_helpers_are_its_own(write):
@@ -119,32 +102,33 @@ def test_what_is_saved_comes_back():
 
 
 # --------------------------------------------------------------------------------------------------
-# Unknown names
+# Names
 
-
+FOREIGN = {
+    name: ours
+    for ours, names in config.FOREIGN_NAMES.items()
+    for name in names.split()
+    if ours in FIELDS
+}
 UNKNOWN = {
     "n_layer": "did you mean 'n_layers'?",
     "out_dir": "did you mean 'run_dir'?",
-    **{name: f"did you mean {ours!r}?" for name, ours in config.FOREIGN_NAMES.items()},
+    **{name: f"did you mean {ours!r}?" for name, ours in FOREIGN.items()},
     "weight_decay": "decoupled_weight_decay = weight_decay * lr",
     "zzzzzz": "--help",
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_name_is_answered_with_ours(name, write):
-    path = write(f"{name} = 3\n")
-    for argv, where in (
-        ([f"--{name}=3"], "the command line"),
-        ([f"--{name}", "3"], "the command line"),
-        ([path], path),
-    ):
-        message = error(*argv)
-        assert message.startswith(f"unknown key {name!r} in {where}") and UNKNOWN[name] in message
-
-
-# --------------------------------------------------------------------------------------------------
-# Renamed settings
+def test_an_unknown_name_is_answered_with_ours(write):
+    for name, answer in UNKNOWN.items():
+        path = write(f"{name} = 3\n")
+        for argv, where in (
+            ([f"--{name}=3"], "the command line"),
+            ([f"--{name}", "3"], "the command line"),
+            ([path], path),
+        ):
+            message = error(*argv)
+            assert message.startswith(f"unknown key {name!r} in {where}") and answer in message
 
 
 def test_an_old_name_means_the_new_one(write):
@@ -164,32 +148,26 @@ def test_an_old_name_means_the_new_one(write):
     assert "unknown key" in refusal(load, ["--checkpoint_every=2"], MPTConfig)
 
 
-@pytest.fixture
-def notes(capsys):
-    """notes() returns what was printed on standard error since the last call."""
-    config.say_once.cache_clear()
-    return lambda: capsys.readouterr().err
-
-
-def test_unknown_saved_settings_are_named_once(notes):
+def test_unknown_saved_settings_are_named_once(capsys):
     """A newer version or a fork may have saved them. A checkpoint's other keys are known."""
-    saved = {"d_model": 64, "n_heads": 2, "lr": 0.1, "checkpoint_every": 2}
-    saved |= {"step": 5, "optimizer": "AdamW", "data_fingerprint": "f00"}
-    assert from_dict(MPTConfig, saved, "m.json").d_model == 64
-    assert from_dict(TrainConfig, saved, "m.json").recompute_every == 2 and notes() == ""
-    for _ in range(2):
-        assert from_dict(MPTConfig, saved | {"window": 8, "a\nb": [1]}, "m.json").d_model == 64
-    said = notes()
-    assert said.startswith("warning: m.json") and said.count("\n") == 1
-    assert "'window', 'a\\nb'" in said
 
-
-def test_a_fork_knows_its_own_settings(notes):
     @dataclasses.dataclass
     class Forked(MPTConfig):
         window: int = 0
 
-    assert from_dict(Forked, {"window": 8}).window == 8 and notes() == ""
+    program.say_once.cache_clear()
+    saved = {"d_model": 64, "n_heads": 2, "lr": 0.1, "checkpoint_every": 2}
+    saved |= {"step": 5, "optimizer": "AdamW", "data_fingerprint": "f00"}
+    assert from_dict(MPTConfig, saved, "m.json").d_model == 64
+    assert from_dict(TrainConfig, saved, "m.json").recompute_every == 2
+    assert from_dict(Forked, {"window": 8}).window == 8
+    assert capsys.readouterr().err == ""
+
+    for _ in range(2):
+        assert from_dict(MPTConfig, saved | {"window": 8, "a\nb": [1]}, "m.json").d_model == 64
+    said = capsys.readouterr().err
+    assert said.startswith("warning: m.json") and said.count("\n") == 1
+    assert "'window', 'a\\nb'" in said
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,10 +198,12 @@ GOOD = [
 ]
 
 
-def test_a_flag_is_read_as_the_type_of_its_field():
+def test_a_text_is_read_as_the_type_of_its_field(write):
+    """Of a flag, and the same text in a file."""
     for key, text, value in GOOD:
-        parsed = both(f"--{key}={text}")[key]
-        assert parsed == value and type(parsed) is type(value), (key, text)
+        for given in (f"--{key}={text}", write(f"{key} = {text!r}")):
+            found = both(given)[key]
+            assert found == value and type(found) is type(value), (key, given)
 
 
 PATHS = {  # what is typed, in a flag or a file -> what is meant
@@ -236,16 +216,11 @@ PATHS = {  # what is typed, in a flag or a file -> what is meant
 }
 
 
-@pytest.mark.parametrize("key", PATHS)
-def test_a_path_may_begin_at_home(key, write, monkeypatch):
-    """A shell leaves --run_dir=~/x as it is."""
+def test_a_path_may_begin_at_home(write, monkeypatch):
+    """A shell leaves --run_dir=~/x as it is. A prompt is no path."""
     monkeypatch.setenv("HOME", "/home/me")
-    typed, meant = PATHS[key]
-    assert both(f"--{key}={typed}")[key] == both(write(f"{key} = {typed!r}"))[key] == meant
-
-
-def test_a_prompt_is_no_path(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    for key, (typed, meant) in PATHS.items():
+        assert both(f"--{key}={typed}")[key] == both(write(f"{key} = {typed!r}"))[key] == meant
     argv = ["--prompt=~/x", "--stop=~", "--adapter=~/a", "--prompts=~/p"]
     _, args = load(argv, generate.GenerateSettings, takes="")
     assert (args.prompt, args.stop) == (["~/x"], ["~"])
@@ -264,48 +239,37 @@ def test_a_value_may_stand_behind_a_space_and_a_bool_needs_none(write):
         assert message == "--n_layers needs a value: --n_layers=... (a whole number)"
 
 
-BAD_FLAGS = [
-    ("n_layers", "two", "a whole number"),
-    ("n_layers", "2.5", "a whole number"),
-    ("n_layers", "inf", "a whole number"),
-    ("n_layers", "none", "a whole number"),
-    ("lr", "fast", "a number"),
-    ("lr", "", "a number"),
-    ("alibi", "perhaps", "true or false"),
-    ("kv_n_heads", "all", "a whole number or none"),
-    ("attn_impl", "flash", "one of: auto, reference, blocks, sdpa, flex"),
-    ("logit_scale", "sqrt", "a number or one of: inv_sqrt_d_model or none"),
-]
+BAD_VALUES = {
+    "--n_layers=two": "a whole number",
+    "--n_layers=2.5": "a whole number",
+    "--n_layers=inf": "a whole number",
+    "--n_layers=none": "a whole number",
+    "--lr=fast": "a number",
+    "--lr=": "a number",
+    "--alibi=perhaps": "true or false",
+    "--kv_n_heads=all": "a whole number or none",
+    "--attn_impl=flash": "one of: auto, reference, blocks, sdpa, flex, triton",
+    "--logit_scale=sqrt": "a number or one of: inv_sqrt_d_model or none",
+    "n_layers = 2.5": "a whole number",
+    "n_layers = True": "a whole number",
+    "lr = True": "a number",
+    "alibi = 1": "true or false",
+    "run_dir = 5": "text",
+    "run_dir = None": "text",
+    "schedule = 'no_such_schedule'": "one of: cosine, constant, inv_sqrt",
+    "schedule = 3": "one of: cosine, constant, inv_sqrt",
+}
 
 
-@pytest.mark.parametrize("key, text, wanted", BAD_FLAGS)
-def test_a_flag_of_the_wrong_type(key, text, wanted):
-    message = error(f"--{key}={text}")
-    assert message.startswith(f"{key} in the command line is ") and f"expected {wanted}" in message
-
-
-BAD_VALUES = [
-    ("n_layers", "'3'", "a whole number"),
-    ("n_layers", "True", "a whole number"),
-    ("lr", "'1e-4'", "a number"),
-    ("lr", "True", "a number"),
-    ("alibi", "1", "true or false"),
-    ("run_dir", "5", "text"),
-    ("run_dir", "None", "text"),
-    ("schedule", "'no_such_schedule'", "one of: cosine, constant, inv_sqrt"),
-    ("schedule", "3", "one of: cosine, constant, inv_sqrt"),
-]
-
-
-@pytest.mark.parametrize("key, value, wanted", BAD_VALUES)
-def test_a_value_of_the_wrong_type_in_a_file(key, value, wanted, write):
-    path = write(f"{key} = {value}\n")
-    assert error(path) == f"{key} in {path} is {value}, expected {wanted}"
-
-
-def test_a_whole_float_in_a_file_serves_as_an_int(write):
-    max_tokens = both(write("max_tokens = 1e9\n"))["max_tokens"]
-    assert max_tokens == 10**9 and type(max_tokens) is int
+def test_a_value_of_the_wrong_type(write):
+    for given, wanted in BAD_VALUES.items():
+        key, value = re.fullmatch(r"-*(\w+) ?= ?(.*)", given).groups()
+        if given.startswith("-"):
+            assert error(given) == f"{key} in the command line is {value!r}, expected {wanted}"
+        else:
+            path = write(given)
+            assert error(path) == f"{key} in {path} is {value}, expected {wanted}"
+    assert type(both(write("max_tokens = 1e9\n"))["max_tokens"]) is int  # a whole float may serve
 
 
 CONTRADICTIONS = {
@@ -325,18 +289,26 @@ CONTRADICTIONS = {
     "--d_model=1e6 --n_layers=9999": "expected at most 1e+13",
     "--icl_interval=5": "icl_interval needs tasks",
     "--track=wandb,mlfow": "did you mean 'mlflow'?",
-    "--skip_steps=5:5": "120 to 139, not '5:5'",
     "--run_dir=": "run_dir is ''",
     "--run_dir=\t": "run_dir is '\\t'",
     "--run_dir=a\0b": r"run_dir is 'a\x00b'",
-    f"--run_dir={__file__}": "is not a folder",
-    "--run_dir=/dev/null": "is not a folder",
+    f"--run_dir={__file__}": "expected the name of a folder",
+    "--run_dir=/dev/null": "expected the name of a folder",
+    "--packing=False": "packing sets nothing for plain text",
+    "--target_responses=all": "target_responses sets nothing for plain text",
+    # The layers of other people's models.
+    "--lora_targets=q_proj": "did you mean 'Wqkv'?",
+    "--lora_targets=o_proj": "did you mean 'out_proj'?",
+    "--lora_targets=gate_proj": "did you mean 'up_proj'?",
+    "--lora_targets=fc2": "did you mean 'down_proj'?",
+    "--lora_targets=all-linear": "did you mean 'all'?",
+    "--lora_targets=wqkv": "did you mean 'Wqkv'?",
 }
 
 
-@pytest.mark.parametrize("flags", CONTRADICTIONS)
-def test_values_that_do_not_go_together(flags):
-    assert CONTRADICTIONS[flags] in error(*flags.split(" "))
+def test_values_that_do_not_go_together():
+    for flags, message in CONTRADICTIONS.items():
+        assert message in error(*flags.split(" ")), flags
 
 
 NUMBERS = {
@@ -365,26 +337,23 @@ def test_a_number_is_finite_and_in_its_range(name, write):
 
     cls = MPTConfig if name in get_type_hints(MPTConfig) else TrainConfig
     for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high, 10**5000):
-        with pytest.raises(UserError, match=f"^{name} must be from"):
-            cls(**{name: value}).check()
-        with pytest.raises(UserError, match=f"^{name} (must be from|in x/meta.json is) "):
-            from_dict(cls, {name: value}, "x/meta.json")
+        assert refusal(cls(**{name: value}).check).startswith(out_of_range)
+        message = refusal(from_dict, cls, {name: value}, "x/meta.json")
+        assert message.startswith((out_of_range, f"{name} in x/meta.json is "))
 
 
 def test_every_number_has_a_range_whose_ends_belong_to_it():
+    """One that a forker adds needs none, but must be finite."""
     for name in NUMBERS:
         for value in RANGES[name]:
             others = vars(MPTConfig()) | vars(TrainConfig()) | {name: value}
             check_ranges(types.SimpleNamespace(**others))
-
-
-def test_a_number_that_a_forker_adds_needs_no_range_but_must_be_finite():
     check_ranges(types.SimpleNamespace(dropout_of_layers=-1e9))
     assert "not nan" in refusal(check_ranges, types.SimpleNamespace(dropout_of_layers=math.nan))
 
 
 WRONG_SAVED = [
-    ({"d_model": "64"}, "d_model in m.json is '64', expected a whole number"),
+    ({"d_model": "wide"}, "d_model in m.json is 'wide', expected a whole number"),
     ({"d_model": None}, "d_model in m.json is None, expected a whole number"),
     ({"alibi": [1]}, "alibi in m.json is [1], expected true or false"),
     ({"norm_type": {}}, "norm_type in m.json is {}, expected one of: low_precision_layernorm, "),
@@ -393,32 +362,25 @@ WRONG_SAVED = [
 ]
 
 
-@pytest.mark.parametrize("values, message", WRONG_SAVED)
-def test_what_is_saved_is_checked_as_well(values, message):
-    assert refusal(from_dict, MPTConfig, values, "m.json").startswith(message)
+def test_what_is_saved_is_checked_as_well():
+    for values, message in WRONG_SAVED:
+        assert refusal(from_dict, MPTConfig, values, "m.json").startswith(message)
+
+
+def test_every_sharding_mode_says_what_it_shards_and_when():
+    assert tuple(SHARDING_MODES) == get_args(Sharding)
+    ranks = [TrainConfig(sharding=mode).shard_ranks(16, node=8) for mode in SHARDING_MODES]
+    assert ranks == [16, 16, 8, 16, 1]
+    assert TrainConfig(sharding="HYBRID_SHARD", shard_size=4).shard_ranks(16, node=8) == 4
+    late = [mode for mode, facts in SHARDING_MODES.items() if facts.reduces_late]
+    assert late == ["ZERO1", "DDP"]
 
 
 # --------------------------------------------------------------------------------------------------
 # Config files
 
-
-SETS_NOTHING = [
-    "d_model: 64",  # to Python an annotation
-    '{"d_model": 64}',
-    "d_model == 64",
-    "d_model, 64",
-    "-5",
-]
-
-
-@pytest.mark.parametrize("line", SETS_NOTHING)
-def test_a_line_that_sets_nothing(write, line):
-    path = write(f'"""A docstring is fine."""\nd_model = 128\nprint("so is this")\n{line}\n')
-    message = error(path)
-    assert message.startswith(f"{path}, line 4: ") and "sets nothing, write " in message
-    assert both(write("d_model: int = 64\nn_heads = 2\n"))["d_model"] == 64
-
-
+# The last of four lines, and what the message says of it.
+SETS_NOTHING = ["d_model: 64", '{"d_model": 64}', "d_model == 64", "d_model, 64", "-5"]
 FAILS = {
     "import sys; sys.exit(3)": "",
     "raise SystemExit": "",
@@ -429,14 +391,20 @@ FAILS = {
 }
 
 
-@pytest.mark.parametrize("line", FAILS)
-def test_a_file_that_does_not_run_is_named(write, line):
-    path = write(f"{line}\n")
-    assert error(path).startswith(f"{path} does not run: {FAILS[line]}")
+def test_a_line_that_sets_nothing(write):
+    """Such as an annotation, which is what YAML looks like to Python."""
+    for line in SETS_NOTHING:
+        path = write(f'"""A docstring is fine."""\nd_model = 128\nprint("so is this")\n{line}\n')
+        message = error(path)
+        assert message.startswith(f"{path}, line 4: ") and "sets nothing, write " in message
+    assert both(write("d_model: int = 64\nn_heads = 2\n"))["d_model"] == 64
 
 
-def test_control_c_in_a_file_is_control_c(write):
-    with pytest.raises(KeyboardInterrupt):
+def test_a_file_that_does_not_run_is_named(write):
+    for line, reason in FAILS.items():
+        path = write(f"{line}\n")
+        assert error(path).startswith(f"{path} does not run: {reason}"), line
+    with pytest.raises(KeyboardInterrupt):  # Ctrl-C stays Ctrl-C
         both(write("raise KeyboardInterrupt\n"))
 
 
@@ -450,32 +418,8 @@ def test_a_file_that_is_not_there(write, tmp_path, monkeypatch):
     assert error("mpt7b.py").endswith("did you mean configs/mpt7b.py?")
 
 
-def test_every_sharding_mode_says_what_it_shards_and_when():
-    assert tuple(SHARDING_MODES) == get_args(Sharding)
-    ranks = [TrainConfig(sharding=mode).shard_ranks(16, node=8) for mode in SHARDING_MODES]
-    assert ranks == [16, 16, 8, 16, 1]
-    assert TrainConfig(sharding="HYBRID_SHARD", shard_size=4).shard_ranks(16, node=8) == 4
-    late = [mode for mode, facts in SHARDING_MODES.items() if facts.reduces_late]
-    assert late == ["ZERO1", "DDP"]
-
-
 # --------------------------------------------------------------------------------------------------
-# --help
-
-
-def test_help_lists_every_field_with_its_default_and_comment():
-    text = run("config.py", "--help").stdout
-    source = (ROOT / "config.py").read_text()
-    for name, field in FIELDS.items():
-        (comment,) = re.findall(rf"^    {name}: .*?  # (.*)$", source, re.MULTILINE)
-        default = field.default if field.default is not dataclasses.MISSING else ""  # of a list
-        line = rf"^  --{name}={re.escape(str(default))} +{re.escape(comment)}$"
-        assert re.search(line, text, re.MULTILINE), name
-    assert "[one of: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, ZERO1, DDP]" in text
-
-
-# --------------------------------------------------------------------------------------------------
-# Programs that take something other than config files
+# Programs with settings of their own
 
 
 @dataclasses.dataclass
@@ -488,57 +432,47 @@ class Texts:
 
 
 def test_a_program_may_take_something_else_than_config_files():
-    words, texts = load(["runs/a", "--n=5", "runs/b"], Texts, takes="RUN ...")
-    assert words == ["runs/a", "runs/b"] and texts == Texts(n=5)
+    argv = ["--n", "5", "runs/a", "--quiet", "--prompt", "def main(", "runs/b", "--prompt", "-x"]
+    words, texts = load(argv, Texts, takes="RUN ...")
+    assert words == ["runs/a", "runs/b"]
+    assert texts == Texts(prompt=["def main(", "-x"], n=5, quiet=True)
     for argv in ([], ["a", "b"]):
         message = refusal(load, argv, Texts, takes="RUN")
         assert message.startswith("usage: python ") and " RUN [--key=value ...]" in message
 
 
-def test_a_list_grows_with_each_flag():
+def test_a_list_grows_with_each_flag(write):
     flags = ["--prompt=a", "--n=2", "--prompt=", "--prompt=x=y, none", "--prompt=1"]
     assert load(flags, Texts)[0] == Texts(prompt=["a", "", "x=y, none", "1"], n=2)
     assert load([], Texts)[0].prompt == [] and Texts().prompt is not Texts().prompt
-
-
-def test_a_config_file_may_hold_a_list(write):
     path = write("prompt = ['a', 'b']")
     assert load([path], Texts)[0].prompt == ["a", "b"]
     assert load([path, "--prompt=c"], Texts)[0].prompt == ["c"]
     assert "is ['a', 1], expected text" in refusal(load, [write("prompt = ['a', 1]")], Texts)
 
 
-@pytest.mark.parametrize("cls", [Texts, MPTConfig, TrainConfig])
-def test_a_program_suggests_only_its_own_keys(cls):
-    names = {field.name for field in dataclasses.fields(cls)}
-    for key in {*config.FOREIGN_NAMES, "weight_decay", "tp", "pp", "alibi_bias"} - names:
-        suggested = re.findall(r"did you mean '(\w+)'|(\w+)=", refusal(load, [f"--{key}=1"], cls))
-        assert {word for words in suggested for word in words if word} <= names, key
-
-
-OUR_LAYERS = {
-    "q_proj": "Wqkv",
-    "o_proj": "out_proj",
-    "gate_proj": "up_proj",
-    "fc2": "down_proj",
-    "all-linear": "all",
-    "wqkv": "Wqkv",
-}
-
-
-@pytest.mark.parametrize("word", OUR_LAYERS)
-def test_a_layer_of_another_model_is_answered_with_ours(word):
-    assert f"did you mean '{OUR_LAYERS[word]}'?" in error(f"--lora_targets={word}")
-
-
-def test_flags_stand_anywhere_among_what_a_program_takes():
-    argv = ["--n", "5", "RUN", "--quiet", "--prompt", "def main(", "--prompt", "-x"]
-    words, texts = load(argv, Texts, takes="RUN")
-    assert words == ["RUN"] and texts == Texts(prompt=["def main(", "-x"], n=5, quiet=True)
+def test_a_program_suggests_only_its_own_keys():
+    for cls in (Texts, MPTConfig, TrainConfig):
+        names = {field.name for field in dataclasses.fields(cls)}
+        for key in {*FOREIGN, "weight_decay", "tp", "pp", "alibi_bias"} - names:
+            message = refusal(load, [f"--{key}=1"], cls)
+            suggested = re.findall(r"did you mean '(\w+)'|(\w+)=", message)
+            assert {word for words in suggested for word in words if word} <= names, key
 
 
 # --------------------------------------------------------------------------------------------------
 # The program
+
+
+def test_help_lists_every_field_with_its_default_and_comment():
+    text = run("config.py", "--help").stdout
+    source = (ROOT / "config.py").read_text()
+    for name, field in FIELDS.items():
+        (comment,) = re.findall(rf"^    {name}: .*?  # (.*)$", source, re.MULTILINE)
+        default = field.default if field.default is not dataclasses.MISSING else ""  # of a list
+        line = rf"^  --{name}={re.escape(str(default))} +{re.escape(comment)}$"
+        assert re.search(line, text, re.MULTILINE), name
+    assert "[one of: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, ZERO1, DDP]" in text
 
 
 def test_a_mistake_is_one_line_and_exit_status_2():

@@ -15,7 +15,6 @@ from planning import memory, search, step_time
 from planning.fleet import Fleet
 
 FOLDER = Path(__file__).parent.parent / "configs"
-FILES = sorted(FOLDER.glob("mpt*.py"))
 
 # LLM Foundry's recipes: lr, global batch, microbatch, activation checkpointing, steps, parameters
 RECIPES = {
@@ -37,19 +36,42 @@ RECIPES = {
 }
 
 
-def test_every_recipe_has_its_file():
-    assert {path.stem for path in FILES} == set(RECIPES)
+def settings_of(name: str, *flags: str):
+    """The model and the run of a config."""
+    return config.load([str(FOLDER / f"{name}.py"), *flags], MPTConfig, TrainConfig)
 
 
-@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def comment_of(name: str) -> str:
+    lines = (FOLDER / f"{name}.py").read_text().splitlines()
+    return "\n".join(line for line in lines if line.startswith("#"))
+
+
+def find(pattern: str, name: str) -> tuple[str, ...]:
+    """The groups of a pattern in the comment of a config."""
+    return re.search(pattern, comment_of(name), re.M).groups()
+
+
+def number(text: str) -> float:
+    """1,024 or 12.3B or 20T"""
+    factor = {"M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1], 1)
+    return float(text.rstrip("MBT").replace(",", "")) * factor
+
+
+def n_ranks(name: str) -> int:
+    """The devices in its comment."""
+    return int(find(r"^# Batch: \d+ = (\d+) devices", name)[0])
+
+
+@pytest.fixture(params=RECIPES)
 def recipe(request):
-    """Path, model, run."""
-    return request.param, *config.load([str(request.param)], MPTConfig, TrainConfig)
+    """Name, model, run."""
+    return request.param, *settings_of(request.param)
 
 
 def test_a_config_is_the_recipe(recipe):
-    path, model, train = recipe
-    lr, batch, microbatch, checkpointing, steps, params = RECIPES[path.stem]
+    assert {path.stem for path in FOLDER.glob("mpt*.py")} == set(RECIPES)
+    name, model, train = recipe
+    lr, batch, microbatch, checkpointing, steps, params = RECIPES[name]
     assert (train.lr, train.global_batch_size, train.max_steps) == (lr, batch, steps)
     assert (train.microbatch_size, train.activation_checkpointing) == (microbatch, checkpointing)
     assert flops.n_params(model) == params and model.learned_positions and not model.no_bias
@@ -57,87 +79,68 @@ def test_a_config_is_the_recipe(recipe):
     assert (train.schedule, train.warmup_steps, train.alpha_f) == ("cosine", 100, 0.1)
     assert train.decoupled_weight_decay == 0
     assert (train.dataset, train.tokenizer) == ("allenai/c4:en", "gpt2")
-    assert train.run_dir == f"runs/{path.stem}"
+    assert train.run_dir == f"runs/{name}"
     assert train.max_tokens == steps * batch * 2048
 
 
-def ranks_of(path) -> int:
-    """The devices in its comment."""
-    return int(re.search(r"^# Batch: \d+ = (\d+) devices", path.read_text(), re.M)[1])
+def test_the_comment_counts_parameters_and_tokens(recipe):
+    """Tokens per step, in all, and per parameter."""
+    name, model, train = recipe
+    n_params = flops.n_params(model)
+    (written,) = find(r"^# MPT-\w+ \(([\d.]+[MB]) parameters", name)
+    assert number(written) == pytest.approx(n_params, rel=0.005)
 
-
-def comment_of(path) -> str:
-    return "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
-
-
-def test_the_comment_counts_the_tokens(recipe):
-    """Per step, in all, and per parameter."""
-    path, model, train = recipe
     pattern = (
         r"Tokens: (\d+) sequences x (\d+) = ([\d,]+) per step; "
-        r"x ([\d,]+) steps = ([\d.]+)(B|T), ([\d.]+) per parameter"
+        r"x ([\d,]+) steps = ([\d.]+[BT]), ([\d.]+) per parameter"
     )
-    numbers = re.search(pattern, comment_of(path)).groups()
-    batch, length, per_step, steps = (int(text.replace(",", "")) for text in numbers[:4])
-    total = float(numbers[4]) * {"B": 1e9, "T": 1e12}[numbers[5]]
-    per_parameter = float(numbers[6])
-
+    batch, length, per_step, steps, total, per_parameter = map(number, find(pattern, name))
     sizes = (train.global_batch_size, model.max_seq_len, train.max_steps)
     assert (batch, length, steps) == sizes and per_step == batch * length
     assert total == pytest.approx(per_step * steps, rel=0.02)
-    assert per_parameter == pytest.approx(per_step * steps / flops.n_params(model), rel=0.01)
+    assert per_parameter == pytest.approx(per_step * steps / n_params, rel=0.01)
 
 
 def test_the_comment_divides_the_tokens_by_the_speed(recipe):
     """By the published speed of a device, or by the plan's band for all of them."""
-    path, _, train = recipe
+    name, _, train = recipe
     published = r"Cost: ([\d.]+) (hours|days) on 8 x A100 80GB, at the ([\d,]+) tokens/s each"
     planned = r"Cost, by plan.py.*: ([\d.]+) to ([\d.]+) days, at ([\d,]+) to ([\d,]+) tokens/s"
 
     def days(rate):
-        return train.max_tokens / float(rate.replace(",", "")) / 86400
+        return train.max_tokens / number(rate) / 86400
 
-    if found := re.search(published, comment_of(path)):
+    if found := re.search(published, comment_of(name)):
         time = float(found[1]) / (24 if found[2] == "hours" else 1)
         assert time == pytest.approx(days(found[3]) / 8, rel=0.05)
         return
-    fewest, most, *rates = re.search(planned, comment_of(path)).groups()
+    fewest, most, *rates = find(planned, name)
     assert float(fewest) == pytest.approx(days(rates[0]), rel=0.05)
     assert float(most) == pytest.approx(days(rates[1]), rel=0.05)
 
 
-def test_the_comment_counts_the_parameters(recipe):
-    path, model, _ = recipe
-    number, unit = re.search(r"^# MPT-\w+ \(([\d.]+)(M|B) parameters", comment_of(path)).groups()
-    n_params = float(number) * {"M": 1e6, "B": 1e9}[unit]
-    assert n_params == pytest.approx(flops.n_params(model), rel=0.005)
-
-
 def test_the_comment_divides_the_batch(recipe):
     """Batch = devices x microbatch x accumulation steps, and the line that launches it."""
-    path, _, train = recipe
+    name, _, train = recipe
     pattern = r"Batch: (\d+) = (\d+) devices x microbatch (\d+) x (\d+) accumulation steps"
-    batch, devices, microbatch, accumulation = map(
-        int, re.search(pattern, comment_of(path)).groups()
-    )
+    batch, devices, microbatch, accumulation = map(int, find(pattern, name))
     assert (batch, microbatch) == (train.global_batch_size, train.microbatch_size)
     assert batch == devices * microbatch * accumulation and devices % 8 == 0
-    launch = rf"torchrun .*fsdp_train\.py configs/{path.name}$"
-    assert re.search(launch, comment_of(path), re.DOTALL | re.MULTILINE)
+    launch = rf"torchrun .*fsdp_train\.py configs/{name}\.py$"
+    assert re.search(launch, comment_of(name), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_mi250")])
 def test_the_gigabytes_in_an_mi250_comment_are_those_of_memory_py(name):
     """State, activations and peak as written there; the product in the comment is right too."""
-    path = FOLDER / f"{name}.py"
-    model, train = config.load([str(path)], MPTConfig, TrainConfig)
-    comment = comment_of(path)
+    model, train = settings_of(name)
+    comment = comment_of(name)
     pattern = (
         r"(12 / 8 \+ 4 bytes per parameter|16 bytes per parameter / 8) = ([\d.]+) GB,\n"
         r"#   activations (\d+) bytes x (\d+) tokens x (\d+) x (\d+) = ([\d.]+) GB, "
         r"at the peak ([\d.]+) GB"
     )
-    per_parameter, state, *factors, activations, peak = re.search(pattern, comment).groups()
+    per_parameter, state, *factors, activations, peak = find(pattern, name)
     assert per_parameter.startswith("12") == (train.sharding == "ZERO1")  # whole gradients
     factors = [int(factor) for factor in factors]
     assert factors[1:] == [train.microbatch_size * 2048, model.d_model, model.n_layers]
@@ -157,51 +160,44 @@ def test_the_gigabytes_in_an_mi250_comment_are_those_of_memory_py(name):
 
 @pytest.mark.parametrize("name", ["mpt30b", "mpt70b"])
 def test_the_state_in_the_comment_of_a_large_recipe(name):
-    model, _ = config.load([str(FOLDER / f"{name}.py")], MPTConfig, TrainConfig)
-    pattern = r"; ([\d,]+) GB of weights, gradients and Adam\)"
-    gigabytes = re.search(pattern, (FOLDER / f"{name}.py").read_text())[1]
-    assert int(gigabytes.replace(",", "")) == round(16 * flops.n_params(model) / 1e9)
+    (gigabytes,) = find(r"; ([\d,]+) GB of weights, gradients and Adam\)", name)
+    assert number(gigabytes) == round(16 * flops.n_params(settings_of(name)[0]) / 1e9)
 
 
 def test_every_recipe_fits_the_devices_of_its_comment(recipe):
     """Of 80 GB, or of 64 GB where the name says MI250."""
-    path, model, train = recipe
-    device = devices.by_name("mi250" if "mi250" in path.stem else "a100")
-    peak = memory.bytes_by_part(model, train, ranks_of(path))["peak"]
+    name, model, train = recipe
+    device = devices.by_name("mi250" if "mi250" in name else "a100")
+    peak = memory.bytes_by_part(model, train, n_ranks(name))["peak"]
     assert peak < memory.ROOM * device.memory_gb * 2**30
 
 
-@pytest.mark.parametrize("device", ["a100", "h100", "mi250"])
-def test_a_recipe_has_zero1_where_it_fits_and_is_the_faster_mode(recipe, device):
+def test_a_recipe_has_zero1_where_it_fits_and_is_the_faster_mode(recipe):
     """By the planner, with the recipe's microbatch; MI250 has recipes of its own."""
-    path, model, train = recipe
-    if (device == "mi250") != ("mi250" in path.stem):
-        pytest.skip("the recipe is for another device")
-    fleet = Fleet(devices.by_name(device), ranks_of(path))
-    plans = {}
-    for mode in ("FULL_SHARD", "ZERO1"):
-        cfg = replace(train, sharding=mode)
-        plans[mode] = search.evaluate(model, cfg, fleet, step_time.Constants(), step_time.OURS)
-    assert plans["ZERO1"].tokens_per_second >= plans["FULL_SHARD"].tokens_per_second
-    assert train.sharding == ("ZERO1" if plans["ZERO1"].fits else "FULL_SHARD")
-    share = re.search(r"(\d+) % of", path.read_text())
-    if share and device != "h100":  # the comment's percentage is of a device with less memory
-        assert int(share[1]) == round(100 * plans["ZERO1"].share_of_memory)
+    name, model, train = recipe
+    for device in ["mi250"] if "mi250" in name else ["a100", "h100"]:
+        fleet = Fleet(devices.by_name(device), n_ranks(name))
+        plans = {}
+        for mode in ("FULL_SHARD", "ZERO1"):
+            cfg = replace(train, sharding=mode)
+            plans[mode] = search.evaluate(model, cfg, fleet, step_time.Constants(), step_time.OURS)
+        assert plans["ZERO1"].tokens_per_second >= plans["FULL_SHARD"].tokens_per_second
+        assert train.sharding == ("ZERO1" if plans["ZERO1"].fits else "FULL_SHARD")
+        share = re.search(r"(\d+) % of", comment_of(name))
+        if share and device != "h100":  # the comment's percentage is of a device with less memory
+            assert int(share[1]) == round(100 * plans["ZERO1"].share_of_memory)
 
 
-def test_the_finetuning_of_the_released_7b():
+def test_finetuning_and_adapters_of_the_released_7b():
     """Its shape is that of the release: 6,649,286,656 parameters with 50,432 ids."""
-    model, train = config.load([str(FOLDER / "finetune_mpt7b.py")], MPTConfig, TrainConfig)
-    assert flops.n_params(model) == 6_649_024_512 + (50_432 - 50_368) * 4096
+    whole, train = settings_of("finetune_mpt7b")
+    assert flops.n_params(whole) == 6_649_024_512 + (50_432 - 50_368) * 4096
     assert train.init_from == "mpt-7b" and train.global_batch_size == 8 * train.microbatch_size
 
-
-def test_the_adapters_of_the_released_7b():
-    model, train = config.load([str(FOLDER / "lora_mpt7b.py")], MPTConfig, TrainConfig)
-    whole, _ = config.load([str(FOLDER / "finetune_mpt7b.py")], MPTConfig, TrainConfig)
+    model, train = settings_of("lora_mpt7b")
     assert model == whole and train.init_from == "mpt-7b"
     n_adapters = flops.n_lora(model, flops.setup_of(train))
-    assert f"{n_adapters:,} parameters" in (FOLDER / "lora_mpt7b.py").read_text()
+    assert f"{n_adapters:,} parameters" in comment_of("lora_mpt7b")
     assert n_adapters == 32 * train.lora_rank * (2 + 4 + 5 + 5) * 4096  # in + out of four layers
 
 
@@ -212,14 +208,13 @@ CARDS = {"24": "rtx 4090", "64": "mi250", "80": "a100"}  # GB
 @pytest.mark.parametrize("name", FINETUNING)
 def test_finetuning_fits_the_devices_of_its_comment(name):
     """With the flags that it names for them, and as many GiB as it says."""
-    path = FOLDER / f"{name}.py"
-    comment = comment_of(path)
+    comment = comment_of(name)
     lines = re.findall(r"^#   (\d+) devices? of (.*): (.*), ([\d.]+) GiB$", comment, re.M)
     assert len(lines) == 2 and "not measured on a GPU" in comment
     cards = set()
     for ranks, kinds, how, gib in lines:
         flags = [] if how == "as it is" else how.split()
-        model, train = config.load([str(path), *flags], MPTConfig, TrainConfig)
+        model, train = settings_of(name, *flags)
         model = replace(model, attn_impl="triton")  # auto, on a GPU
         peak = memory.bytes_by_part(model, train, int(ranks))["peak"]
         assert f"{peak / 2**30:.1f}" == gib
@@ -232,9 +227,8 @@ def test_finetuning_fits_the_devices_of_its_comment(name):
 @pytest.mark.parametrize("name", FINETUNING)
 def test_the_comment_of_finetuning_is_right(name):
     """Tokens in all, and the bytes that no recomputation saves."""
-    path = FOLDER / f"{name}.py"
-    model, train = config.load([str(path)], MPTConfig, TrainConfig)
-    comment = comment_of(path)
+    model, train = settings_of(name)
+    comment = comment_of(name)
     n_tokens = train.max_steps * train.global_batch_size * model.max_seq_len
     assert f"{n_tokens / 1e6:.1f}M tokens" in comment
     if train.lora_rank:
@@ -244,8 +238,8 @@ def test_the_comment_of_finetuning_is_right(name):
         assert f"{16 * flops.n_params(model) / 1e9:.0f} GB in all" in comment
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_a_config_is_short_and_flat(path):
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 25
-    assert all(re.match(r"# |#   |\w+ = |$", line) for line in lines)
+def test_a_config_is_short_and_flat():
+    for path in FOLDER.glob("*.py"):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 25, path
+        assert all(re.match(r"# |#   |\w+ = |$", line) for line in lines), path

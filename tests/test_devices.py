@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import config
 import devices
 import processes
+import program
 from config import TrainConfig
-from planning.fleet import NODE_WATTS
-from planning.picture import PUBLISHED_MI250
 from program import UserError
 
 # Vendors' datasheets and product pages, collected independently of devices.TABLE.
@@ -156,13 +154,6 @@ def test_a_partition_has_its_share_and_no_known_link():
     assert part.fp16_tflops == part.bf16_tflops == whole.fp16_tflops / 8
 
 
-def test_what_matmuls_reach_is_below_the_peak_or_unknown():
-    measured = {"a100": 0.87, "h100": 0.80, "mi300x": 0.51, "mi250x": 0.72}
-    unknown = {"b200": None, "tpu-v4": None}
-    for name, share in (measured | unknown).items():
-        assert devices.by_name(name).reachable == share, name
-
-
 TYPED = {
     "mi250": "MI250 GCD",
     "MI250X": "MI250X GCD",
@@ -237,15 +228,6 @@ def test_this_gpu_is_known_and_reaches_a_plausible_share_of_its_peak():
         assert 0.3 * peak < devices.measure_peak(device, torch.bfloat16) < 1.02 * peak
 
 
-def test_published_powers_and_figures_are_of_rows_of_the_table():
-    """A node draws more than its boards, at most 2.1 times as much. No card beats its peak."""
-    for name, watts in NODE_WATTS.items():
-        rows = [row for row in devices.TABLE if row.name.startswith(name)]
-        assert rows and all(row.watts < watts < 2.1 * row.watts for row in rows), name
-    card = 2 * devices.by_name("mi250").bf16_tflops
-    assert all(0.4 < tflops / card < 0.5 for tflops in PUBLISHED_MI250.values())
-
-
 AMX = {"amx_tile": True, "amx_bf16": True, "avx512_bf16": True}
 
 
@@ -261,13 +243,6 @@ AMX = {"amx_tile": True, "amx_bf16": True, "avx512_bf16": True}
 )
 def test_the_precision_of_a_cpu_follows_from_its_features(features, precision, reason):
     assert devices.cpu_precision(features) == (precision, reason)
-
-
-def test_a_setting_or_a_checkpoint_decides_before_the_cpu_does():
-    cpu = torch.device("cpu")
-    assert devices.choose_precision(TrainConfig(precision="bf16"), cpu) == ("bf16", "as set")
-    auto = TrainConfig(precision="auto")
-    assert devices.choose_precision(auto, cpu, saved="bf16") == ("bf16", "as in the checkpoint")
 
 
 # --- A GPU that cannot be used
@@ -335,7 +310,7 @@ def test_a_launch_beside_a_gpu_that_torch_cannot_use(
     """It takes the CPU with a note, or is refused (None)."""
     folder, unused_gpu = dev("nvidia0"), devices.unused_gpu
     monkeypatch.setattr(devices, "unused_gpu", lambda *_: unused_gpu(folder, cuda, None))
-    config.say_once.cache_clear()
+    program.say_once.cache_clear()
     if words is None:
         with pytest.raises(UserError, match="the GPU"):
             processes.pick_device(device, 0, ranks, ranks)

@@ -275,7 +275,6 @@ FIGURES = {"kind": "text", "digest": "0", "n": 1, "contexts_cut": 0, "requests":
 FIGURES |= {"nats_per_token": 2.0, "nats_per_byte": 1.0, "perplexity": 3.0}
 SETTINGS = {"weights": "a", "precision": "fp32", "ids": "b"}
 RESULTS = {"settings": SETTINGS, "tasks": {"a": FIGURES}}
-SCORES = (["a", -1.5, 1.0], ["b", -2.5, 0.0])
 
 
 def lines(*rows):
@@ -415,14 +414,6 @@ def read_task(path, folder):
     icl_tasks.load(str(path))
 
 
-def read_scores(path, folder):
-    from evaluation import zero_shot
-
-    part = object.__new__(zero_shot.Part)
-    part.path, part.pattern = folder / "results.json.part-key-0", "results.json.part-key-*"
-    part.read()
-
-
 def read_results(path, folder):
     from evaluation import zero_shot
 
@@ -503,7 +494,6 @@ READERS = {  # name -> (maker, reader)
     "vocab.json": (their_pair, read_tokenizer),
     "bpe_tokenizer.json": (our_tokenizer, read_tokenizer),
     "task.jsonl": (written("task.jsonl", lines(*QUESTIONS)), read_task),
-    "scores": (written("results.json.part-key-1", lines(*SCORES)), read_scores),
     "results.json": (written("results.json", json.dumps(RESULTS)), read_results),
     "text.jsonl": (written("text.jsonl", lines(*TEXTS)), read_corpus),
     "text.parquet": (parquet, read_corpus),

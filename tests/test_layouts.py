@@ -39,10 +39,6 @@ LAYOUTS = [
     (2, LORA | {"tp": 2}),
     (4, {"tp": 2}),
     (4, {"pp": 4}),
-    slowly(3, {"pp": 3, "microbatch_size": 3}),
-    slowly(4, {"pp": 2}),
-    slowly(4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
-    slowly(4, LORA | {"tp": 4, "sequence_parallel": True}),
 ]
 
 
@@ -56,12 +52,11 @@ def test_eight_ranks_train_as_one_process(ranks):
     """On a stage in the middle the root of FSDP has no weights of its own."""
     layouts = [
         {"tp": 2, "pp": 2, "sequence_parallel": True},
-        {"pp": 4, "microbatch_size": 1},
-        {"pp": 4, "sharding": "FULL_SHARD"},
+        {"pp": 4, "sharding": "FULL_SHARD", "microbatch_size": 1},
         {"pp": 2, "sharding": "HYBRID_SHARD", "shard_size": 2, "microbatch_size": 1},
     ]
     try:
-        check(ranks, 8, [settings(**layout) for layout in layouts], steps=5)
+        check(ranks, 8, [settings(**layout) for layout in layouts], steps=3)
     finally:
         ranks(8).stop()  # no other test needs so many
 
@@ -84,7 +79,6 @@ OPTIONS = {
         {"sharding": "ZERO1"},
         {"sharding": "SHARD_GRAD_OP"},
         {"sharding": "FULL_SHARD"},
-        {"sharding": "HYBRID_SHARD", "shard_size": 1},
         {"sharding": "HYBRID_SHARD", "shard_size": 2},
     ],
     "recomputation": [
@@ -95,7 +89,6 @@ OPTIONS = {
     ],
     "adapters": [
         {},
-        LORA,
         LORA | {"lora_targets": "Wqkv", "lora_last_blocks": 2, "rslora": True},
         LORA | {"lora_targets": "out_proj,down_proj", "lora_train": "norms"},
         LORA | {"lora_train": "norms,biases"},
@@ -143,7 +136,8 @@ def test_every_two_settings_are_in_a_case():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_every_two_settings_together_train_as_one_process(ranks, part):
-    check(ranks, 4, [job_of(case) for case in CASES[part::4]], steps=4)
+    """Three steps: the first updates nothing, since it has a rate of 0."""
+    check(ranks, 4, [job_of(case) for case in CASES[part::4]], steps=3)
 
 
 # --- bf16
@@ -152,22 +146,22 @@ BF16 = {"precision": "bf16"}
 
 
 @pytest.mark.parametrize(
-    "size, layouts, of_loss, of_norm",
+    "size, layout, of_loss, of_norm",
     [
-        (2, [{}], 1e-3, 1e-2),
-        slowly(2, [{"tp": 2}, {"tp": 2, "sequence_parallel": True}], 2e-3, 2e-2),
-        slowly(2, [{"pp": 2}, {"pp": 2, "activation_checkpointing": "selective"}], 2e-3, 1e-2),
-        slowly(2, [LORA], 1e-3, 3e-2),
-        slowly(4, [{"sharding": "FULL_SHARD"}, {"sharding": "HYBRID_SHARD"}], 1e-3, 1e-2),
-        slowly(4, [{"pp": 4}, {"pp": 2, "sharding": "FULL_SHARD"}, {"pp": 2}], 2e-3, 1e-2),
-        slowly(4, [{"pp": 2, "tp": 2, "sequence_parallel": True}], 2e-3, 1e-2),
+        (2, {}, 1e-3, 1e-2),
+        slowly(2, {"tp": 2}, 2e-3, 2e-2),
+        slowly(2, {"pp": 2, "activation_checkpointing": "selective"}, 2e-3, 1e-2),
+        slowly(2, LORA, 1e-3, 3e-2),
+        slowly(4, {"sharding": "HYBRID_SHARD", "shard_size": 2}, 1e-3, 1e-2),
+        slowly(4, {"pp": 2, "sharding": "FULL_SHARD"}, 2e-3, 1e-2),
+        slowly(4, {"pp": 2, "tp": 2, "sequence_parallel": True}, 2e-3, 1e-2),
     ],
     ids=str,
 )
-def test_in_bf16_the_curve_is_that_of_bf16(ranks, size, layouts, of_loss, of_norm):
-    jobs = [settings(**layout, **BF16) for layout in layouts]
-    check(ranks, size, jobs, of_loss=of_loss, of_norm=of_norm)
-    (in_bf16, in_fp32), *_ = ranks(1)(curves, [plainly(jobs[0]), plainly(settings(**layouts[0]))])
+def test_in_bf16_the_curve_is_that_of_bf16(ranks, size, layout, of_loss, of_norm):
+    job = settings(**layout, **BF16)
+    check(ranks, size, [job], of_loss=of_loss, of_norm=of_norm)
+    ((in_bf16, in_fp32),) = ranks(1)(curves, [plainly(job), plainly(settings(**layout))], 1)
     assert in_bf16 != in_fp32
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import LORA, MODEL, RUN, assert_near, build, curves
 
+import flops
 import lora
 from config import LINEAR_LAYERS, TrainConfig
 from model import MPT, init_weights
@@ -186,15 +187,15 @@ def test_settings_that_mean_nothing_are_refused(settings, message):
 )
 def test_settings_that_do_not_fit_the_model_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        SMALL.check_adapters_fit(replace(TUNE, **settings))
+        flops.check_adapters(SMALL, replace(TUNE, **settings))
 
 
 @pytest.mark.parametrize("wants", ["biases", "norms,biases"])
 def test_biases_of_a_model_without_them_cannot_be_trained(wants):
     cfg = replace(TUNE, lora_train=wants)
-    SMALL.check_adapters_fit(cfg)
+    flops.check_adapters(SMALL, cfg)
     with pytest.raises(UserError, match=f"lora_train={wants}: with no_bias the model has no bias"):
-        replace(SMALL, no_bias=True).check_adapters_fit(cfg)
+        flops.check_adapters(replace(SMALL, no_bias=True), cfg)
 
 
 # --- Trained (that any layout trains the same is in test_layouts.py)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, launch
+from conftest import ROOT
 from launches import train_in
 
 import checkpoint
 import config
 import generate
+import program
 from bench import compare, train
 from config import MPTConfig, TrainConfig, from_dict, load
 from evaluation import zero_shot
@@ -42,7 +43,7 @@ def old(tmp_path, monkeypatch):
     folder = shutil.copytree(OLD, tmp_path / "old")
     shutil.unpack_archive(folder / "checkpoints.tar.gz", folder)
     monkeypatch.chdir(folder)
-    config.say_once.cache_clear()
+    program.say_once.cache_clear()
     return folder
 
 
@@ -195,12 +196,11 @@ def test_a_row_of_bench_train_is_not_measured_again(old):
     [
         (1, [], 8),
         (2, [], 4),
-        (2, ["--tp=2", "--microbatch_size=4"], None),
         (2, ["--pp=2", "--microbatch_size=4"], None),
     ],
 )
 def test_a_run_goes_on_as_it_would_have_before(ranks, old, n_ranks, layout, size):
-    """Also cut in ways that were unknown then: with the figures of one process."""
+    """Also cut in a way that was unknown then: with the figures of one process."""
     (status, message, said), *_ = ranks(n_ranks)(train_in, old, ["settings.py", *layout])
     assert status == 0, message
     assert "resuming from run/checkpoints/step-6" in said
@@ -219,10 +219,11 @@ def test_a_run_goes_on_as_it_would_have_before(ranks, old, n_ranks, layout, size
 
 
 @pytest.mark.slow
-def test_with_another_recomputation_the_microbatch_is_chosen_anew(old):
-    done = launch([], old, ["settings.py", "--recompute_every=3", "--max_steps=7"])
-    assert done.returncode == 0, done.stderr
-    assert "microbatch 8, not auto: " in done.stdout and "planning.memory" in done.stdout
+def test_with_another_recomputation_the_microbatch_is_chosen_anew(ranks, old):
+    flags = ["settings.py", "--recompute_every=3", "--max_steps=7"]
+    ((status, message, said),) = ranks(1)(train_in, old, flags)
+    assert status == 0, message
+    assert "microbatch 8, not auto: " in said and "planning.memory" in said
 
 
 def test_a_run_is_checked(old, one_process, capsys):

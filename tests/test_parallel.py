@@ -148,10 +148,11 @@ def test_gradients_are_reduced_in_fp32(ranks, size, mode, microbatch):
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
-@pytest.mark.parametrize("how", ["none", slowly("selective"), slowly("full")])
+UNTIED = {"no_bias": True, "tie_word_embeddings": False, "norm_type": "layernorm"}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, slowly({"no_bias": True, "tie_word_embeddings": False, "norm_type": "layernorm"})],
+    "how, options", [("none", {}), slowly("selective", UNTIED), slowly("full", UNTIED)]
 )
 def test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch(how, options):
     """Bit by bit: four microbatches, the last one smaller, and a second step from new weights."""

@@ -192,10 +192,10 @@ def test_the_blocks_of_all_stages_are_the_model(stages):
 @pytest.mark.slow
 def test_the_program_measures_a_bubble(python):
     """Above the computed one, as far as other programs compute."""
-    done = python("--stages=4", "--microbatches=8", program="pipeline.py")
+    done = python("--stages=2", "--microbatches=4", program="pipeline.py")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     measured = float(re.search(r"bubble, measured: ([\d.]+),", done.stdout)[1])
-    assert pipeline.bubble(4, 8) - 0.02 < measured < 1
+    assert pipeline.bubble(2, 4) - 0.02 < measured < 1
 
 
 def test_the_picture_on_paper_is_what_the_program_draws():
@@ -292,7 +292,7 @@ def test_dropout_of_the_embedding_is_that_of_one_process(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "size, grid",
-    [(2, {"pp": 2}), (4, {"pp": 4}), (4, {"pp": 2, "tp": 2, "sequence_parallel": True})],
+    [(4, {"pp": 4}), (4, {"pp": 2, "tp": 2, "sequence_parallel": True})],
 )
 def test_recomputation_draws_the_masks_of_the_forward(ranks, size, grid):
     """Though forwards of later microbatches come in between. Bit by bit."""

@@ -44,9 +44,10 @@ class Counter:
         return lambda: None
 
 
-@pytest.fixture
-def pool():
-    pool = Pool(2, Counter, 3)
+@pytest.fixture(params=[2])
+def pool(request):
+    """Of two processes, or as many as the test says."""
+    pool = Pool(request.param, Counter, 3)
     yield pool
     pool.stop()
 
@@ -67,14 +68,15 @@ def test_every_process_answers_in_the_order_of_ranks(pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "call, message",
+    "pool, call, message",
     [
-        ((Counter.die, 1), "killed"),
-        ((Counter.leave,), "status 7"),
-        ((Counter.fill,), "out of memory"),
-        ((Counter.read,), "EOFError: the file is cut off"),
-        ((Counter.unreadable,), "pickle"),
+        (2, (Counter.die, 1), "killed"),
+        (1, (Counter.leave,), "status 7"),
+        (1, (Counter.fill,), "out of memory"),
+        (1, (Counter.read,), "EOFError: the file is cut off"),
+        (1, (Counter.unreadable,), "pickle"),
     ],
+    indirect=["pool"],
 )
 def test_when_one_fails_all_end_and_the_error_says_why(pool, call, message):
     pids = [pid for _, _, pid in pool(Counter.add, 0)]

@@ -1,5 +1,7 @@
 """processes.py: ranks meet whatever an earlier start has left behind, and exit if they cannot."""
 
+import contextlib
+import functools
 import json
 import os
 import signal
@@ -10,16 +12,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import PATIENCE, ROOT, clean_environment, rooms_on_path, slowly
-from launches import wait_for
+from launches import Job, wait_for
 from test_stopping import workers
 
 import devices
+import parallel
 import processes
+from config import TrainConfig
 from processes import torchrun_variables
 from program import UserError
 
@@ -97,41 +102,23 @@ def test_who_does_not_come_is_named(connect, pool, capsys):
 # -------------------------------------------------------------------------------------------------
 # Real processes
 
-# Ranks that sum numbers forever; rank 0 keeps writing the start that it belongs to into a file.
-PROGRAM = """
-import os, signal, sys, time
-sys.path.insert(0, {root!r})
-import torch
-import torch.distributed as dist
-import parallel, processes
-from config import TrainConfig
 
-processes.MEETING = {seconds}
-
-def dying(function, victim, number):
-    def then(*args):
-        result = function(*args)
-        return result if os.environ["RANK"] != str(victim) else os.kill(os.getpid(), number)
-    return then
-
-def main(argv):
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # all at once, however slow the imports are
-        open(f"ready {{os.environ['RANK']}}", "w").close()
-        while len([name for name in os.listdir() if name.startswith("ready")]) < {ready}:
-            time.sleep(0.01)
-    {before}
+def sum_forever(argv):
+    """Rank 0 keeps writing the start that it belongs to into a file."""
     world = processes.start("cpu")
-    {after}
     parallel.make_mesh(world, TrainConfig())
     processes.new_group(processes.TIMEOUT)
     for step in range(10**6):
         dist.all_reduce(torch.ones(1))
         if world.global_rank == 0 and step % 10 == 0:
             with open("steps", "a") as file:
-                file.write(f"{{os.getpid()}}\\n")
+                file.write(f"{os.getpid()}\n")
         time.sleep(0.005)
 
-processes.run(main)
+
+PROGRAM = """
+import processes, test_processes
+processes.run(test_processes.sum_forever)
 """
 
 
@@ -139,12 +126,12 @@ processes.run(main)
 def launched(tmp_path):
     """`launched(launcher)` runs PROGRAM in tmp_path by a launcher; `environment` is added."""
     started = []
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    paths = ":".join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/lifecycle")))
 
-    def launch(*how, seconds=60, ready=1, before="pass", after="pass", **environment):
-        program = tmp_path / f"program-{len(started)}.py"
-        settings = {"seconds": seconds, "ready": ready, "before": before, "after": after}
-        program.write_text(PROGRAM.format(root=str(ROOT), **settings))
-        env = clean_environment() | environment
+    def launch(*how, **environment):
+        env = clean_environment() | {"PYTHONPATH": paths} | environment
         with open(tmp_path / "log", "a") as log:
             command = [sys.executable, *how, str(program)]
             started.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log))
@@ -203,17 +190,16 @@ def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
 
 @pytest.mark.slow
 def test_a_rank_of_another_torchrun_is_killed(launched, tmp_path):
-    """Both torchruns restart their ranks; only the one whose rank was killed may count it."""
+    """Both torchruns restart their ranks."""
     endpoint = f"localhost:{processes.free_port()}"
     how = f"""
         -m torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=x
-        --nnodes=2 --nproc_per_node=1 --max-restarts=2
+        --nnodes=2 --nproc_per_node=1 --max-restarts=1
     """.split()
-    jobs = [launched(*how), launched(*how)]
-    for number in range(2):
-        wait_for(lambda: len(starts(tmp_path)) > number)  # noqa: B023
-        os.kill(workers(jobs[number])[0], signal.SIGKILL)
-    wait_for(lambda: len(starts(tmp_path)) == 3)
+    _, second = launched(*how), launched(*how)
+    wait_for(lambda: starts(tmp_path))
+    os.kill(workers(second)[0], signal.SIGKILL)
+    wait_for(lambda: len(starts(tmp_path)) == 2)
 
 
 @pytest.mark.slow
@@ -228,27 +214,49 @@ def test_ranks_end_with_torchrun(launched, tmp_path):
 
 
 @pytest.mark.slow
-def test_rank_0_does_not_come(launched, tmp_path):
-    port = processes.free_port()
-    job = launched(seconds=3, **torchrun_variables(1, 2, port))
-    assert job.wait(PATIENCE) == 75
-    (line,) = errors(tmp_path)
-    assert line.startswith("error: rank 1 (process ") and f"localhost:{port}" in line
-
-
-@pytest.mark.slow
 def test_a_port_that_is_taken_is_a_mistake(launched, tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        job = launched(seconds=3, **torchrun_variables(0, 2, port))
+        job = launched(**torchrun_variables(0, 2, port))
         assert job.wait(PATIENCE) == 2
     (line,) = errors(tmp_path)
     assert f"port {port} on " in line and line.endswith("is in use: set MASTER_PORT to a free one")
 
 
+AFTER = {
+    "signed in": (processes, "meet"),
+    "connected": (processes, "start"),
+    "in a group": (parallel, "make_mesh"),
+}
+
+
+@contextlib.contextmanager
+def befallen(size, moment, victim, number, rank):
+    """One of `size` ranks gets a signal at this moment. Rank 0 comes later than the others."""
+    processes.MEETING = 8
+    Path(f"ready {rank}").touch()
+    wait_for(lambda: len(list(Path().glob("ready *"))) == size)
+    if rank != victim:
+        time.sleep(2 if rank == 0 else 0)
+        yield
+    elif moment == "before":
+        os.kill(os.getpid(), number)
+    else:
+        module, name = AFTER[moment]
+        function = getattr(module, name)
+
+        def dying(*args):
+            function(*args)
+            os.kill(os.getpid(), number)
+
+        with mock.patch.object(module, name, dying):
+            yield
+
+
 @pytest.mark.parametrize(
     "moment, victim, number",
     [
+        slowly("before", 0, signal.SIGKILL),
         slowly("before", 1, signal.SIGSTOP),
         slowly("connected", 0, signal.SIGKILL),
         slowly("connected", 2, signal.SIGSTOP),
@@ -258,35 +266,24 @@ def test_a_port_that_is_taken_is_a_mistake(launched, tmp_path):
     ],
 )
 def test_a_rank_that_ends_or_stands_still_before_the_loop_is_named(
-    launched, tmp_path, moment, victim, number
+    tmp_path, moment, victim, number
 ):
     """Even without a watching launcher. Else the others would wait an hour for its addresses.
 
-    Rank 0 comes later than the others, who wait for it nevertheless: it knows who is missing.
+    They wait for rank 0, which knows who is missing.
     """
-    stop = f"os.environ['RANK'] == '{victim}' and os.kill(os.getpid(), {int(number)})"
-    meet = f"processes.meet = dying(processes.meet, {victim}, {int(number)})"
-    late = "os.environ['RANK'] == '0' and time.sleep(2)"
-    steps = {
-        "before": {"before": f"{late}; {stop}"},
-        "signed in": {"before": f"{late}; {meet}"},
-        "connected": {"before": late, "after": stop},
-        "in a group": {"after": f"parallel.make_mesh(world, TrainConfig()); {stop}"},
-    }
-    port = processes.free_port()
     size = 2 if number == signal.SIGKILL else 3  # each sees the end of another's connection
-    jobs = [
-        launched(seconds=8, ready=size, **steps[moment], **torchrun_variables(rank, size, port))
-        for rank in range(size)
-    ]
-    others = [job for rank, job in enumerate(jobs) if rank != victim]
-    assert {job.wait(PATIENCE) for job in others} == {75}, (tmp_path / "log").read_text()
-    jobs[victim].kill()
-    lines = errors(tmp_path)
+    fault = functools.partial(befallen, size, moment, victim, number)
+    with Job(tmp_path, size, sum_forever, fault=fault) as job:
+        assert set(job.wait(but=victim)) == {75}, job.log()
+        lines = job.errors()
     # Without rank 0 the others cannot agree who says it.
     assert lines and (victim == 0 or len(lines) == 1)
-    named = {"before": f" for 1 of 3 ranks: {victim}"}.get(moment, f"rank {victim} ")
-    if number == signal.SIGSTOP:
+    if moment == "before":
+        named = f" for 1 of 3 ranks: {victim}" if victim else "error: rank 1 (process "
+    else:
+        named = f"rank {victim} "
+    if number == signal.SIGSTOP or moment == "before":
         assert all(named in line for line in lines), lines
 
 

@@ -1,7 +1,7 @@
 """What the pages say is true: commands run, the names of files and of what is in them exist.
 
 Each command of README.md, READING.md, TROUBLE.md, CONTRIBUTING.md and the folders' pages is run,
-small, in a copy of the project: those of one process in a fork, those of several as they stand.
+small, in a copy of the project, in forks; torchrun itself starts one of them, and `make train`.
 """
 
 import ast
@@ -83,11 +83,9 @@ def words_of(command: str) -> list[str]:
 
 
 def shrunk(command: str) -> list[str]:
-    """The command with this Python, and small."""
+    """The words of the command, made small."""
     command = command.replace("step-3000", "step-1").replace("3110:3130", "2:3")  # 2 steps exist
-    command = command.replace("--nproc_per_node 8", "--nproc_per_node 2")
     words = words_of(command)
-    module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
     flags = []
     if "--help" not in words and any(program in words for program in ("fsdp_train.py", "data.py")):
         flags = [*SMALL, "--max_steps=3"] if "--skip_steps=2:3" in words else SMALL
@@ -97,18 +95,13 @@ def shrunk(command: str) -> list[str]:
         flags = SMALL_BENCH.get(words[words.index("bench") + 1], [])
     if "evaluation.tasks" in words:
         flags = ["--length=8"]  # bytes: later commands give this task to a model of 32 tokens
-    return [sys.executable, *module, *words[1:], *flags]
+    return [*words, *flags]
 
 
-def run(command, folder, timeout=PATIENCE) -> subprocess.CompletedProcess:
-    """Run a command in a folder, without the variables of a launcher."""
-    pipes = {"capture_output": True, "text": True}
-    return subprocess.run(command, cwd=folder, env=clean_environment(), timeout=timeout, **pipes)
-
-
-def run_well(command, folder, timeout=PATIENCE) -> str:
-    """Run a command that must exit with 0; its output."""
-    done = run(command, folder, timeout)
+def run_well(command, folder) -> str:
+    """Run a command that must exit with 0, without the variables of a launcher; its output."""
+    options = {"cwd": folder, "env": clean_environment(), "timeout": PATIENCE}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -132,16 +125,20 @@ def copy(tmp_path_factory, tiny_text):
 
 @pytest.fixture(scope="module")
 def perform(copy):
-    """`perform(command)` runs a command of a page in the copy. It must end well."""
+    """`perform(command)` is the output of a command of a page in the copy. It must end well."""
     forks = Forks(copy)
 
     def perform(command):
-        python, *words = shrunk(command)
-        if command.startswith("torchrun"):
-            run_well([python, *words], copy)
-        else:
-            status, out, err = forks(words, copy)
-            assert status == 0, out[-2000:] + err[-2000:]
+        program, *words = shrunk(command)
+        if "--rdzv-endpoint=localhost:0" in words:
+            return run_well([sys.executable, "-m", "torch.distributed.run", *words], copy)
+        ranks = 1
+        if program == "torchrun":
+            assert words.pop(0) == "--nproc_per_node"
+            ranks = int(words.pop(0))
+        status, out, err = forks(words, copy, ranks=ranks)
+        assert status == 0, out[-2000:] + err[-2000:]
+        return out
 
     yield perform
     forks.stop()
@@ -151,8 +148,7 @@ def perform(copy):
 def runs(copy, perform):
     """In the copy: runs, tables of a benchmark, weights from elsewhere and an adapter."""
     perform("python fsdp_train.py configs/demo.py")
-    names = ("base", "hot", "sdpa", "rope", "elastic/one", "elastic/moved-4")
-    for name in (*names, "whole", "stages"):
+    for name in ("hot", "rope"):
         shutil.copytree(copy / "runs/demo", copy / "runs" / name)
 
     perform("python -m bench train --out=scaling.csv")
@@ -197,8 +193,8 @@ ELSEWHERE = {
     "python -m lessons.spectrum runs/lora-demo": FINETUNED,
     "python -m weights.peft merge runs/lora-demo runs/whole": "tests/weights/test_peft.py",
     "python fsdp_train.py configs/lora_demo.py": FINETUNED,
-    "python serve.py runs/demo --runs=runs": SERVED,
-    "python serve.py runs/demo --jobs=jobs": SERVED,
+    "python serve.py runs/demo --runs=runs": "the next command but one has this flag",
+    "python serve.py runs/demo --jobs=jobs": "the next command has this flag",
     "python serve.py runs/demo --runs=runs --jobs=jobs": SERVED,
     "python -m web.worker jobs": "tests/web/test_jobs.py",
     'python -m web.worker jobs --slurm --nproc=8 --most=20 --sbatch_args="--partition=gpu"': (
@@ -216,6 +212,7 @@ ELSEWHERE = {
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
     "python -m planning.calibrate results.csv machine.json --save=mine.json": "it refuses a CPU",
     "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "it ends with an error, on purpose",
+    "torchrun --nproc_per_node 4 -m bench machine": "README has it with 2 ranks",
 }
 # A reader's own file or run on the pages of folders, and what it is in the copy.
 STANDS_FOR = {
@@ -245,13 +242,13 @@ OF_FOLDERS = sorted(
 
 @pytest.mark.parametrize("command", QUICK_PROGRAMS)
 def test_a_command_that_answers_at_once(command, copy):
-    run_well(shrunk(command), copy)
+    run_well([sys.executable, *shrunk(command)[1:]], copy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SLOW_PROGRAMS)
 def test_command(command, perform, copy, runs):
-    for name in re.findall(r"--run_dir=(runs/(?:base|hot|sdpa|rope))", command):
+    for name in re.findall(r"--run_dir=(runs/(?:hot|rope))", command):
         shutil.rmtree(copy / name)  # the reader has not trained it yet
     perform(command)
 
@@ -274,25 +271,24 @@ def test_a_server_answers_its_own_example(command, copy, runs):
     )
     server.stdout.readline()
     example = server.stdout.readline().replace("KEY", "KEY-of-a-reader-0001")
-    done = run(["bash", "-c", example], copy)
+    printed = run_well(["bash", "-c", example], copy)
     server.terminate()
     assert server.wait(PATIENCE) == 0
-    assert json.loads(done.stdout)["object"] == "text_completion"
+    assert json.loads(printed)["object"] == "text_completion"
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_the_server(copy):
-    command = [sys.executable, "-m", "bench", "serve", "--texts=2", "--turns=1", "--rows=2"]
-    assert "engine, 2 rows" in run(command, copy).stdout
+def test_the_benchmark_of_the_server(perform):
+    assert "engine, 2 rows" in perform("python -m bench serve --texts=2 --turns=1 --rows=2")
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_the_page(copy):
+def test_the_benchmark_of_the_page(perform):
     pytest.importorskip("playwright", reason="needs playwright: see requirements-dev.txt")
     if not shutil.which("chromium"):
         pytest.skip("needs the program chromium: apt-get install chromium")
-    command = [sys.executable, "-m", "bench", "page", "--runs=2", "--steps=20", "--chosen=2"]
-    assert "2 curves chosen and drawn" in run(command, copy).stdout
+    printed = perform("python -m bench page --runs=2 --steps=20 --chosen=2")
+    assert "2 curves chosen and drawn" in printed
 
 
 def test_the_chat_prompt_of_a_page_is_what_training_reads():
@@ -327,8 +323,7 @@ def test_slurm_script_parses_and_its_config_exists(command):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
 def test_make_knows_the_target(command):
-    done = run([*command.split(), "--dry-run"], ROOT)
-    assert done.returncode == 0 and "install.py" in done.stdout, done.stderr
+    assert "install.py" in run_well([*command.split(), "--dry-run"], ROOT)
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
@@ -433,17 +428,18 @@ def test_every_name_with_its_file_exists(reference):
 
 
 @pytest.mark.slow
-def test_make_train_from_a_clone(copy, runs, tmp_path):
-    """With the torch that is installed, and a short run; again: that is finished, and stays."""
+def test_make_train_from_a_clone(copy, forks, tmp_path):
+    """With the torch that is installed, and a short run. Training again: it is finished."""
     project = tmp_path / "project"
     shutil.copytree(copy, project, ignore=shutil.ignore_patterns("runs", "data"))
     small = "--max_steps=3 --warmup_steps=1 --eval_tokens=256 --max_tokens=20000"
-    command = ["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"]
-    printed = run_well(command, project)
+    printed = run_well(["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"], project)
     expected = ["torchrun --rdzv-backend=c10d", "step 3/3", "validation loss"]
     for words in [*expected, "before training", "step-3", "Next"]:
         assert words in printed, words
     assert os.path.exists(project / "runs/demo/loss.png") or "needs matplotlib" in printed
+
     metrics = (project / "runs/demo/metrics.jsonl").read_bytes()
-    assert "runs/demo: finished" in run_well(command, project)
+    status, printed, _ = forks(["fsdp_train.py", "configs/demo.py", *small.split()], project)
+    assert status == 0 and "runs/demo: finished" in printed
     assert (project / "runs/demo/metrics.jsonl").read_bytes() == metrics

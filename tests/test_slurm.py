@@ -5,6 +5,7 @@ interface, and the time limit. torchrun and fsdp_train.py are real, except where
 """
 
 import collections
+import functools
 import itertools
 import json
 import re
@@ -130,7 +131,7 @@ class Job:
         while not condition():
             ended = self.shown()["JobState"] in ENDED
             assert (not ended or condition()) and time.monotonic() < deadline, self.said()
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def stays(self) -> None:
         """Wait until its run does (see STAYS)."""
@@ -152,9 +153,9 @@ class Job:
 
 @pytest.fixture(scope="module")
 def train(tiny_data):
-    """`train(job, script)` submits a run of 30 steps, on two nodes with a rank each."""
+    """`train(job, script)` submits a run of 30 steps, by default on two nodes with a rank each."""
     flags = [*TINY, *flags_for(tiny_data), "--run_dir=run"]
-    return lambda job, script, **more: job.submit(script, *flags, **more)
+    return lambda job, script, *args, **more: job.submit(script, *flags, *args, **more)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -240,6 +241,15 @@ def test_each_rank_knows_its_place_on_two_nodes(job):
         assert all(rest == [of_script[script], argv] for _, _, *rest in ranks)
 
 
+def test_tensor_ranks_and_stages_are_neighbours(job, train):
+    """Teams of two tensor ranks on each of two nodes, so there is nothing to warn of."""
+    one_thread = functools.partial(re.sub, "OMP_NUM_THREADS=.*", "OMP_NUM_THREADS=1")
+    each = train(job(), SRUN, "--tp=2", "--pp=2", ranks_per_node=2, edit=one_thread)
+    assert each.end() == ("COMPLETED", "0:0"), each.said()
+    assert "4 x cpu, FULL_SHARD, tp 2, pp 2, fp32" in each.said()
+    assert "WARNING" not in each.said()
+
+
 # --------------------------------------------------------------------------------------------------
 # How it ends
 
@@ -264,7 +274,9 @@ def begun_ago(hours):
 def test_only_a_run_that_asks_for_it_or_was_under_way_is_started_again(job):
     """A rank that is killed right after the start, as for lack of memory, would be so again."""
     jobs = {}
-    for script, how, hours in itertools.product(BOTH, HOW, [0, 1]):
+    hours_of = {"SIGABRT": [0, 1], "SIGKILL": [0, 1], "1": [1]}
+    cases = [(how, hours) for how in HOW for hours in hours_of.get(how, [0])]
+    for script, (how, hours) in itertools.product(BOTH, cases):
         each = jobs[script, how, hours] = job()
         each.put("fsdp_train.py", FAILS)
         each.put(".venv/bin/torchrun", f"#!PYTHON\n{FAILS}")
@@ -314,58 +326,54 @@ def test_torchrun_starts_failed_workers_three_times(job):
 # Real runs
 
 
-def both_stay(job, train, **more) -> list[Job]:
-    """A run by each script that stays in a step, with an earlier checkpoint."""
+@pytest.fixture
+def both_stay(job, train) -> list[Job]:
+    """A run by each script that stays in a step, with an earlier checkpoint.
+
+    The scripts believe to have begun an hour ago. When one task has ended, the others have ten
+    seconds instead of a minute.
+    """
+
+    def edit(text):
+        return begun_ago(hours=1)(text).replace("--wait=60", "--wait=10")
+
     jobs = [job() for _ in BOTH]
     for script, each in zip(BOTH, jobs, strict=True):
         each.put("fsdp_train.py", STAYS)
-        train(each, script, **more)
+        train(each, script, edit=edit)
     for each in jobs:
         each.stays()
     return jobs
 
 
-def test_a_job_that_is_cancelled_saves_and_is_not_started_again(slurm, job, train):
+def test_a_job_that_is_cancelled_saves_and_is_not_started_again(slurm, both_stay):
     """torchrun itself would kill its workers 30 s after SIGTERM."""
-    jobs = both_stay(job, train)
-    for each in jobs:
+    for each in both_stay:
         each.scancel()
-    for each in jobs:
+    for each in both_stay:
         assert each.end()[0] == "CANCELLED" and each.restarts() == 0, each.said()
         slurm.wait_for(lambda number=each.number: not slurm.tasks(number))
         saved = checkpoint.number(checkpoint.latest(each.folder / "run"))
         assert steps_done(each.folder / "run") == saved, each.said()
 
 
-def test_a_run_of_which_a_task_was_killed_goes_on_from_its_last_checkpoint(
-    slurm, job, train, straight
-):
-    """A rank that srun started; or torchrun, which torchrun on the other node cannot replace."""
-    jobs = both_stay(job, train, edit=begun_ago(hours=1))
-    for each in jobs:
-        killed = "torch.distributed.run" if each.script == TORCHRUN else "fsdp_train.py"
-        head = each.nodes()[0]  # if another torchrun is killed, that of the head waits for a minute
-        tasks = [task for task in slurm.tasks(each.number) if killed in task.words[:3]]
-        next(task for task in tasks if task.environment["SLURMD_NODENAME"] == head).kill()
+def test_a_run_that_lost_a_torchrun_or_a_node_goes_on(slurm, both_stay, straight):
+    """From its last checkpoint. The torchrun on the other node cannot replace the killed one.
+
+    SLURM ends what is left of a job that lost a node and requeues it, whatever the script does.
+    """
+    by_torchrun, by_srun = both_stay
+    tasks = slurm.tasks(by_torchrun.number)
+    next(task for task in tasks if "torch.distributed.run" in task.words[:3]).kill()
+    _, lost = by_srun.nodes()
+    slurm.lose(lost)
+    for each in both_stay:
         (each.folder / "go").touch()
-    for each in jobs:
+    for each in both_stay:
         assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 1, each.said()
         assert each.resumes() and curve(each) == straight
-
-
-def test_a_run_whose_node_is_lost_goes_on_with_another_one(slurm, job, train, straight):
-    """SLURM ends what is left of the job and requeues it, whatever the script does meanwhile."""
-    each = job()
-    each.put("fsdp_train.py", STAYS)
-    train(each, SRUN)
-    each.stays()
-    node = each.nodes()[1]
-    slurm.lose(node)
-    (each.folder / "go").touch()
-    assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 1, each.said()
-    assert node not in each.nodes()
-    assert each.resumes() and curve(each) == straight
-    slurm.restore(node)
+    assert lost not in by_srun.nodes()
+    slurm.restore(lost)
 
 
 def test_before_the_time_limit_a_run_saves_and_goes_on_later(begun, straight):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import flags_for
+from conftest import ROOT, flags_for
 from launches import SIZE
 
 import checkpoint
@@ -18,13 +18,14 @@ SMALL = [*SIZE, *BATCH, "--eval_tokens=64", "--save_interval=2"]
 
 
 @pytest.fixture
-def train(python, tiny_data):
-    """`train(*flags)` is the output of fsdp_train.py on the small data; it must exit with 0."""
+def train(forks, tiny_data, tmp_path):
+    """`train(*flags)` is what fsdp_train.py prints on the small data. status: of its exit."""
 
-    def call(*flags, data=tiny_data):
-        done = python(*SMALL, *flags_for(data), *flags)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def call(*flags, status=0):
+        words = [str(ROOT / "fsdp_train.py"), *SMALL, *flags_for(tiny_data), *flags]
+        ended, out, err = forks(words, tmp_path)
+        assert ended == status, err
+        return out + err
 
     return call
 
@@ -62,9 +63,7 @@ def test_a_jump_of_the_loss_is_skipped_from_an_earlier_checkpoint(train, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(
-    train, python, tiny_data, tmp_path
-):
+def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(train, tmp_path):
     """With --keep_every, or in a copy. Otherwise it may be deleted: then what is left says so."""
     train("--run_dir=runs/base", "--max_steps=2", "--schedule=constant")
     adapters = ["--lora_rank=2", "--run_dir=runs/lora", "--schedule=constant"]
@@ -84,8 +83,6 @@ def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(
     peft.main(["merge", str(tmp_path / "runs/lora"), str(tmp_path / "runs/whole"), step_2])
     load.load_model(checkpoint.find(str(tmp_path / "runs/whole")), torch.device("cpu"))
 
-    done = python(
-        *SMALL, *flags_for(tiny_data), "--init_from=runs/base", *adapters, "--max_steps=4"
-    )
-    assert done.returncode == 2 and done.stderr.endswith(f"{place} set --init_from to them\n")
+    printed = train("--init_from=runs/base", *adapters, "--max_steps=4", status=2)
+    assert printed.endswith(f"{place} set --init_from to them\n")
     train(step_2, *adapters, "--max_steps=4")

@@ -461,7 +461,17 @@ class RowFormat:
 
     @classmethod
     def of(cls, cfg: TrainConfig, max_seq_len: int) -> "RowFormat":
-        """What a run asks for."""
+        """What a run asks for. Raises UserError if that is not possible."""
+        require(
+            re.fullmatch(r"none|all|length>=[0-9]{1,9}", cfg.target_prompts),
+            f"target_prompts is {shown(cfg.target_prompts)}, expected none, all, or length>=N "
+            "as in length>=100",
+        )
+        require(
+            not cfg.max_tokens,
+            f"max_tokens {cfg.max_tokens:,} would cut examples: data_format=chat needs "
+            "--max_tokens=0",
+        )
         return cls(max_seq_len, cfg.packing, cfg.target_prompts, cfg.target_responses)
 
     def learns_prompt(self, n_tokens: int) -> bool:

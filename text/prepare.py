@@ -46,13 +46,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import config
 import program
 from config import TrainConfig
 from program import UserError, require
 from storage import files
 from storage.object_store import open_store
-from text import blocks, corpus
+from text import blocks, corpus, mixture
 from text import tokenizer as tokenizers
 from text.shards import (
     SUMMARY,
@@ -251,7 +250,7 @@ class Recipe:
 
 def each_source(cfg: TrainConfig) -> list[tuple[TrainConfig, str]]:
     """(settings with its data set, name) of each source of a mixture, as Recipe takes them."""
-    sources = config.sources(cfg.mix)
+    sources = mixture.sources(cfg.mix)
     return [(dataclasses.replace(cfg, dataset=s.dataset), s.name) for s in sources]
 
 

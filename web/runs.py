@@ -35,6 +35,7 @@ from fastapi import FastAPI, Query
 from fastapi.responses import HTMLResponse, Response
 
 import config
+import program
 from config import MPTConfig, TrainConfig
 from lifecycle import lease, plot, runlog
 from program import UserError, require
@@ -493,7 +494,7 @@ def names_in(folder: Path) -> set[str] | None:
 
 def strange_settings(settings: dict) -> str | None:
     """Which settings this version does not know, in words; None if it knows all."""
-    known = config.types_of(MPTConfig, TrainConfig).keys() | config.OTHER_SAVED_KEYS
+    known = program.types_of(MPTConfig, TrainConfig).keys() | config.OTHER_SAVED_KEYS
     strange = [files.shown(key) for key in settings if key not in known]
     if not strange:
         return None

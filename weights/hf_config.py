@@ -33,12 +33,11 @@ from pathlib import Path
 
 import torch
 
-import config
 import program
 from attention import function_of
-from config import MPTConfig, say_once
+from config import MPTConfig
 from lifecycle.resume import norm_of
-from program import UserError, require
+from program import UserError, require, say_once
 from storage import files
 from weights.tensor_files import nested, read_pickle
 
@@ -180,7 +179,7 @@ def values_of(group: dict, place: str, source: str) -> dict:
         home = HOMES.get(key)
         if home == place:
             if key not in OTHER_ATTENTION_KEYS:
-                values[key] = config.checked(value, types[key], key, source)
+                values[key] = program.checked(value, types[key], key, source)
         elif key not in [*IGNORED_KEYS, *SAMPLING_KEYS, *RESTATED]:
             if key in DECIDES and isinstance(value, dict):
                 value = value.get(DECIDES[key])
@@ -293,9 +292,10 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
     for name in ("expansion_ratio", "alibi_bias_max", "attn_pdrop"):
         if values[name] == int(values[name]):
             values[name] = int(values[name])  # transformers accepts only whole numbers here
-    attention = {"attn_type": attn_type_of(cfg)}
+    types = {None: "multihead_attention", 1: "multiquery_attention"}  # by heads of keys and values
+    attention = {"attn_type": types.get(cfg.kv_n_heads, "grouped_query_attention")}
     attention |= {name: values[name] for name in ATTENTION_KEYS}
-    if attention["attn_type"] == "grouped_query_attention":
+    if cfg.kv_n_heads not in types:
         attention["kv_n_heads"] = cfg.kv_n_heads
     return {
         "model_type": "mpt",
@@ -304,13 +304,6 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
         **{name: values[name] for name in MODEL_KEYS},
         "attn_config": attention,
     }
-
-
-def attn_type_of(cfg: MPTConfig) -> str:
-    """The attn_type of a config.json, by the number of heads of keys and values."""
-    if cfg.kv_n_heads is None:
-        return "multihead_attention"
-    return "multiquery_attention" if cfg.kv_n_heads == 1 else "grouped_query_attention"
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:

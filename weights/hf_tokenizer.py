@@ -25,8 +25,7 @@ from pathlib import Path
 
 import checkpoint
 import program
-from config import say_once
-from program import UserError, require
+from program import UserError, require, say_once
 from storage import files
 from storage.files import shown
 from text import tokenizer as tokenizers

@@ -32,11 +32,11 @@ import lora
 import parallel
 import tensor_parallel
 from attention import function_of
-from config import MPTConfig, TrainConfig, say_once
+from config import MPTConfig, TrainConfig
 from lifecycle.resume import different_functions
 from model import MPT
 from processes import rank_zero_decides
-from program import UserError, arguments, require, run, shell
+from program import UserError, arguments, require, run, say_once, shell
 from storage.checkpoint_files import checksum, read_checksums, read_metadata, require_weights
 from tensor_parallel import Team, layout_of
 from text import tokenizer as tokenizers

@@ -30,6 +30,7 @@ import torch
 
 import checkpoint
 import config
+import flops
 import lora
 import optim
 import parallel
@@ -337,7 +338,7 @@ def import_(folder, run_dir, base: str) -> None:
     settings = placed(adapter, base_cfg)
     name, file = load.tokenizer_of(Path(base))
     settings = replace(settings, init_from=base, run_dir=str(run_dir), tokenizer=name)
-    base_cfg.check_adapters_fit(settings)
+    flops.check_adapters(base_cfg, settings)
     meta = meta_of(base_cfg, settings, folder) | load.base_of(base, {})
     with hf.published(Path(run_dir)) as staging:
         state = state_at_start(base_cfg, settings, adapter)

@@ -54,14 +54,10 @@ class Stored:
     shape: tuple[int, ...]
 
     @property
-    def row_bytes(self) -> int:
-        """The bytes of one row, that is, of one index of the first dimension."""
-        return self.dtype.itemsize * math.prod(self.shape[1:])
-
-    @property
     def chunk_rows(self) -> int:
-        """How many rows are read at a time."""
-        return max(1, CHUNK // self.row_bytes)
+        """How many rows, indices of the first dimension, are read at a time."""
+        row_bytes = self.dtype.itemsize * math.prod(self.shape[1:])
+        return max(1, CHUNK // row_bytes)
 
 
 def locate(path: Path) -> dict[str, Stored]:
@@ -213,43 +209,29 @@ def fill(pieces_of: dict, tensors: dict[str, Stored]) -> None:
     """Read stored tensors into the pieces of them that this rank has, converted to their dtype.
 
     pieces_of: name -> [(corner in the whole tensor, where to put what begins there), ...], see
-    tensor_parallel.Layout. Each rank reads only its own rows, and opens the file anew after CHUNK
-    bytes: what was mapped before is then not in memory any more. UserError if a file has been
-    damaged since `locate`.
+    tensor_parallel.Layout. Each rank reads only its own rows. UserError if a file has been damaged
+    since `locate`.
     """
-    group, group_bytes = [], 0
     for name, stored in tensors.items():
-        for target, place in chunks_of(pieces_of.get(name, []), stored):
-            n_bytes = len(target) * stored.row_bytes
-            is_full = group_bytes + n_bytes > CHUNK
-            if group and (is_full or stored.file != group[-1][1].file):
-                copy(group)
-                group, group_bytes = [], 0
-            group.append((target, stored, place))
-            group_bytes += n_bytes
-    if group:
-        copy(group)
-
-
-def chunks_of(pieces: list[tuple[tuple[int, ...], torch.Tensor]], stored: Stored):
-    """Yields (what to fill, slices of the stored tensor) in rows of at most CHUNK bytes."""
-    for corner, block in pieces:
-        columns = [
-            slice(begin, begin + size)
-            for begin, size in zip(corner[1:], block.shape[1:], strict=True)
-        ]
-        for first in range(0, len(block), stored.chunk_rows):
-            target = block[first : first + stored.chunk_rows]
-            begin = corner[0] + first
-            yield target, (slice(begin, begin + len(target)), *columns)
+        for corner, block in pieces_of.get(name, []):
+            fill_piece(block, corner, stored)
 
 
 @torch.no_grad()
-def copy(group: list[tuple[torch.Tensor, Stored, tuple[slice, ...]]]) -> None:
-    """Fill tensors from places in stored ones, all of one file."""
-    with opened(group[0][1].file) as tensors:
-        for target, stored, place in group:
-            target.copy_(tensors[stored.name][place])
+def fill_piece(block: torch.Tensor, corner: tuple[int, ...], stored: Stored) -> None:
+    """Fill a block with what begins at a corner of a stored tensor, CHUNK bytes at a time.
+
+    The file is opened anew for each: what was mapped before is then not in memory any more.
+    """
+    columns = [
+        slice(begin, begin + size) for begin, size in zip(corner[1:], block.shape[1:], strict=True)
+    ]
+    for first in range(0, len(block), stored.chunk_rows):
+        target = block[first : first + stored.chunk_rows]
+        begin = corner[0] + first
+        rows = slice(begin, begin + len(target))
+        with opened(stored.file) as tensors:
+            target.copy_(tensors[stored.name][(rows, *columns)])
 
 
 def same_values(a: Stored, b: Stored) -> bool:

@@ -70,11 +70,11 @@ def problem(shapes, n_rows: int) -> tuple[list, torch.Tensor, torch.Tensor]:
     return weights, random(n_rows, shapes[0][1], seed=2), random(n_rows, shapes[1][0], seed=3)
 
 
-def trained(weights, x, target, n_steps: int) -> list:
+def trained(weights, x, target) -> list:
     """[losses ..., weights at the end] of SGD on one rank."""
     weights = [weight.clone().requires_grad_() for weight in weights]
     losses = []
-    for _ in range(n_steps):
+    for _ in range(STEPS):
         loss = F.mse_loss(F.gelu(x @ weights[0].T) @ weights[1].T, target)
         losses.append(loss.detach())
         gradients = torch.autograd.grad(loss, weights)
@@ -95,15 +95,6 @@ def pieces_of(weight, size: int) -> list:
 # The answer on several ranks
 
 
-def on_ranks(answer, size: int, function: str, *args) -> list:
-    """What it returns on each of `size` ranks."""
-    try:
-        return answer.call_on_ranks(size, function, *args)
-    except AssertionError as error:
-        hang = "is a collective inside `if rank == 0`, or are they in another order on a rank?"
-        raise AssertionError(f"{error}\n{hang}" if answer.hangs else str(error)) from None
-
-
 def need_own_memory(what: str, piece) -> None:
     """A piece keeps no more than its own numbers in memory."""
     held = piece.untyped_storage().nbytes() // 4
@@ -115,7 +106,7 @@ def sharded(answer, weights, size: int) -> list[list]:
     """[the pieces of every weight, on rank 0, on rank 1, ...], each as `shard` promises it."""
     by_weight = []
     for weight in weights:
-        pieces = on_ranks(answer, size, "shard", weight)
+        pieces = answer.call_on_ranks(size, "shard", weight)
         for rank, (piece, wanted) in enumerate(zip(pieces, pieces_of(weight, size), strict=True)):
             what = f"shard on rank {rank} of {size}, of a weight {tuple(weight.shape)},"
             close(what, piece, wanted, 0, "row by row, padded with zeros, in equal pieces")
@@ -127,20 +118,20 @@ def sharded(answer, weights, size: int) -> list[list]:
 def need_gather(answer, weight) -> None:
     """`gather` must return this weight on both of two ranks."""
     shape = tuple(weight.shape)
-    wholes = on_ranks(answer, 2, "gather", PerRank(pieces_of(weight, 2)), shape)
+    wholes = answer.call_on_ranks(2, "gather", PerRank(pieces_of(weight, 2)), shape)
     for rank, whole in enumerate(wholes):
         close(f"gather on rank {rank}, of a weight {shape}", whole, weight)
 
 
-def run(answer, weights, xs, targets, n_steps: int) -> list:
+def run(answer, weights, xs, targets) -> list:
     """[losses ..., weights at the end] of the answer. xs, targets: the rows of each rank."""
     size = len(xs)
     shapes = [tuple(weight.shape) for weight in weights]
     pieces = sharded(answer, weights, size)
     losses = []
-    for _ in range(n_steps):
+    for _ in range(STEPS):
         rows = PerRank(xs), PerRank(targets)
-        results = on_ranks(answer, size, "step", PerRank(pieces), shapes, *rows, LR)
+        results = answer.call_on_ranks(size, "step", PerRank(pieces), shapes, *rows, LR)
         pieces = [list(new) for _, new in results]
         for rank, (loss, new) in enumerate(results):
             close(f"the loss on rank {rank}", loss, results[0][0], 0, "all-reduce it")
@@ -164,12 +155,9 @@ def compare(answer, shapes, size: int, same_rows: bool) -> list:
         f"reduce-scatter adds the gradients of {size} ranks, and the loss is a mean over the rows "
         "of all ranks: all-reduce it"
     )
-    for n_steps in (1, STEPS):  # a mistake is easiest to see after one step
-        found = run(answer, weights, xs, targets, n_steps)
-        names = [f"the loss before step {number + 1}" for number in range(n_steps)]
-        names += [f"{name} after {n_steps} steps" for name in ("W1", "W2")]
-        for name, got, right in zip(
-            names, found, trained(weights, x, target, n_steps), strict=True
-        ):
-            close(f"{name}, {case}", got, right, 1e-6, hint)
+    found = run(answer, weights, xs, targets)
+    names = [f"the loss before step {number}" for number in range(1, STEPS + 1)]
+    names += [f"{name} after {STEPS} steps" for name in ("W1", "W2")]
+    for name, got, right in zip(names, found, trained(weights, x, target), strict=True):
+        close(f"{name}, {case}", got, right, 1e-6, hint)
     return found

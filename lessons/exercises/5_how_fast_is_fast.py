@@ -33,8 +33,7 @@ def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
     raise NotImplementedError("attainable")
 
 
-# Three published MFUs, each a share from 0 to 1, right to 0.0005. Compute them from these numbers:
-# the check calls each function a second time, with another speed.
+# Three published MFUs, each a share from 0 to 1, right to 0.0005. Compute them from these numbers.
 
 
 def palm_540b(tokens_per_second: float = 238.3e3) -> float:

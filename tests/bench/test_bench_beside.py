@@ -1,7 +1,8 @@
 """bench/beside.py: programs do the same work, those that fail are dropped, ratios are by round."""
 
-import os
-import signal
+import contextlib
+import io
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from conftest import ROOT
 
 from bench import beside
 from config import MPTConfig
-from processes import Pool
+from processes import PoolError
 from program import UserError
 
 TINY = """
@@ -17,6 +18,26 @@ TINY = """
     --rounds=1 --threads=1
 """.split()
 QUESTIONS = f"--icl_tasks={ROOT}/tests/old_runs/questions.jsonl --tokenizer=bytes --vocab_size=512"
+
+
+class Here:
+    """A Pool of one process: this one, which has imported torch and transformers."""
+
+    def __init__(self, size, start, *args, threads):
+        self.started = start(*args)
+
+    def __call__(self, method, *args):
+        return [method(self.started, *args)]
+
+    def stop(self):
+        pass
+
+
+def compare(world, words) -> str:
+    """What `bench beside` prints if all programs are in this process."""
+    with mock.patch.object(beside, "Pool", Here), contextlib.redirect_stdout(io.StringIO()) as out:
+        beside.main(words)
+    return out.getvalue()
 
 
 @pytest.mark.slow
@@ -30,48 +51,37 @@ QUESTIONS = f"--icl_tasks={ROOT}/tests/old_runs/questions.jsonl --tokenizer=byte
         ("evaluation", f"{QUESTIONS} --max_seq_len=128", "lm_eval"),
     ],
 )
-def test_programs_do_the_same_work_in_turns(name, flags, package, capsys):
+def test_programs_do_the_same_work_in_turns(ranks, name, flags, package):
     pytest.importorskip(package)
-    beside.main([name, *TINY, *flags.split()])
-    printed = capsys.readouterr()
-    lines = printed.out.splitlines()
-    measured = [line for line in lines if line.startswith(tuple(beside.COMPARISONS[name].programs))]
-    assert len(measured) == len(beside.COMPARISONS[name].programs), printed.err
-    assert " 1.00 " in measured[0]
+    (text,) = ranks(1)(compare, [name, *TINY, *flags.split()])
+    programs = tuple(beside.COMPARISONS[name].programs)
+    measured = [line for line in text.splitlines() if line.startswith(programs)]
+    assert len(measured) == len(programs) and " 1.00 " in measured[0]
 
 
-@pytest.mark.slow
-def test_a_program_that_is_not_there_leaves_the_others(capsys, monkeypatch, tmp_path):
-    (tmp_path / "transformers.py").write_text("raise ImportError('No module named it')")
-    monkeypatch.syspath_prepend(tmp_path)  # spawned processes inherit it
-    beside.main(["generate", *TINY, "--max_seq_len=64"])
-    printed = capsys.readouterr()
-    assert "requirements-dev.txt" in printed.err and printed.err.startswith("transformers: n/a, ")
-    assert "ours " in printed.out and "transformers" not in printed.out
+class Turns:
+    """A pool whose program takes so many seconds a step; an error that it ends with."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __call__(self, method, steps):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [self.answer * steps]
 
 
-def runner(seconds):
-    """What a process of the next test starts with."""
-    return seconds
-
-
-def take(seconds, steps):
-    """A turn; or a kernel that is short of memory ends the process."""
-    if seconds is None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return seconds * steps
-
-
-@pytest.mark.slow
-def test_a_program_that_is_killed_in_its_first_turn_is_dropped(capsys, monkeypatch):
-    monkeypatch.setattr(beside.Program, "turn", take)
-    pools = {name: Pool(1, runner, seconds) for name, seconds in {"a": None, "b": 0.5}.items()}
-    try:
-        assert beside.take_turns(pools, rounds=2, steps=3) == {"b": [1.5, 1.5]}
-    finally:
-        pools["b"].stop()
+def test_a_program_that_fails_is_dropped_with_the_reason(capsys):
+    """One that is killed, and one whose package is missing."""
+    killed, absent = PoolError("killed"), PoolError("ImportError: No module named 'peft'")
+    answers = {"killed": killed, "absent": absent, "b": 0.5}
+    pools = {name: Turns(answer) for name, answer in answers.items()}
+    assert beside.take_turns(pools, rounds=2, steps=3) == {"b": [1.5, 1.5]}
     assert list(pools) == ["b"]
-    assert capsys.readouterr().err == "a: n/a, killed (out of memory?)\n"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "killed: n/a, killed" and "pip install" in second
+    with pytest.raises(UserError, match="none of the programs"):
+        beside.take_turns({"killed": Turns(killed)}, rounds=1, steps=1)
 
 
 def test_a_ratio_is_the_median_over_rounds():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import processes
 from config import MPTConfig
-from evaluation.score import Group, Request, all_batches, common_length, grouped, score
+from evaluation.score import Group, Request, all_batches, grouped, score
 from model import MPT, init_weights
 
 ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
@@ -39,23 +39,27 @@ def alone(mpt, row):
 
 
 def alike(seed, n=40):
-    """Requests that share short and long prefixes, with continuations that begin anywhere."""
+    """Requests of which several have one context, short or long, and others one of their own."""
     draw = random.Random(seed)
+    contexts = [ids_of(draw, draw.randint(1, 45)) for _ in range(n // 2)]
     rows = []
     for _ in range(n):
-        prefix = draw.choice(rows).ids.tolist() if rows and draw.random() < 0.8 else []
-        prefix = prefix[: draw.randint(0, len(prefix))]
-        rest = [draw.randrange(300) for _ in range(draw.randint(2, 20))]
-        ids = (prefix + rest)[:65]  # 64 inputs at most
-        rows.append(request(ids, draw.randint(1, len(ids) - 1)))
+        continuation = ids_of(draw, draw.randint(1, 20))
+        rows.append(request(draw.choice(contexts) + continuation, len(continuation)))
     return rows
 
 
+def ids_of(draw, n):
+    """n random ids."""
+    return [draw.randrange(300) for _ in range(n)]
+
+
 def make_likeliest(mpt, row):
-    """Score the last id only, and make it the likeliest."""
+    """Let its continuation be one id, the likeliest."""
+    row.ids = row.ids[: len(row.ids) - row.count + 1]
+    row.count = 1
     with torch.no_grad():
         row.ids[-1] = mpt(torch.from_numpy(row.ids)[None, :-1])[0, -1].argmax()
-    row.count = 1
 
 
 @pytest.mark.parametrize("more", [{"alibi": True}, {}, {"rope": True, "kv_n_heads": 2}], ids=str)
@@ -66,13 +70,8 @@ def test_scores_equal_those_of_one_request_at_a_time(more, batch_tokens):
     for row in rows[::3]:
         make_likeliest(mpt, row)
 
-    scored_in_prefix = [
-        rows[i].count > len(rows[i].ids) - group.shared
-        for group in grouped(range(len(rows)), rows, batch_tokens)
-        for i in group.indices
-        if group.shared
-    ]
-    assert any(scored_in_prefix) and not all(scored_in_prefix)  # the test sees both cases
+    groups = grouped(rows, batch_tokens)
+    assert {bool(group.shared) for group in groups} == {True, False}  # the test sees both cases
 
     scores = score(mpt, rows, ALONE, "fp32", batch_tokens)
     expected = torch.tensor([alone(mpt, row) for row in rows], dtype=torch.float64)
@@ -80,53 +79,48 @@ def test_scores_equal_those_of_one_request_at_a_time(more, batch_tokens):
     torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_what_begins_alike_is_grouped_where_that_pays():
+def test_what_has_one_context_is_grouped_where_that_fits_and_pays():
     long = list(range(100, 120))
-    other = list(range(200, 220))
     rows = [
         request([*long, 1, 2, 3], 3),
-        request([*long, 1, 2, 7, 7], 4),  # shares 22 ids with the one before
-        request([*other, 1], 1),
-        request([*long, 9], 1),
         request([5, 6, 1, 2, 3], 3),
-        request([5, 6, 3, 2, 1], 3),  # shares 2 ids with the one before: not worth a pass
+        request([*long, 1, 2, 7, 7], 4),
+        request([*long, 9], 2),  # a shorter context
+        request([5, 6, 3, 2, 1], 3),  # two ids are not worth a pass
     ]
-    groups = grouped(range(6), rows, 1000)
-    assert groups == [Group([4]), Group([5]), Group([0, 1, 3], 20), Group([2])]
-    assert grouped([], rows, 1000) == []
-    assert Group([0, 1], 22) in grouped(range(6), rows, 50)  # a third row of 23 ids would not fit
-    # Of equal requests, the last id is kept for the second pass.
-    assert grouped([0, 0], rows, 1000) == [Group([0, 0], 22)]
+    assert grouped(rows, 1000) == [Group([0, 2], 20), Group([1]), Group([4]), Group([3])]
+    assert grouped(rows, 45) == [Group([i]) for i in (0, 2, 1, 4, 3)]
+    assert grouped([], 1000) == []
 
 
-def test_a_beginning_is_read_once():
+def test_a_context_is_read_once():
     rows = [request([*range(20), 30 + i, 40 + i], 2) for i in range(3)]
     mpt = model(alibi=True)
     shapes = []
     hook = mpt.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     score(mpt, rows, ALONE, "fp32", 1000)
     hook.remove()
-    # The prefix but its last token, once; then that token and the inputs of each continuation.
+    # The context but its last token, once; then that token and the inputs of each continuation.
     assert shapes == [(1, 19), (3, 2)]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_batches_hold_each_request_once_fit_and_have_little_padding(seed):
     rows = alike(seed, n=300)
-    groups = grouped(range(300), rows, 400)
+    groups = grouped(rows, 400)
     assert sorted(i for group in groups for i in group.indices) == list(range(300))
     for group in groups:
         assert len({rows[i].ids[: group.shared].tobytes() for i in group.indices}) == 1
 
-    with_prefix, single = all_batches(range(300), rows, 400, 64)
-    in_batches = [group for batch in with_prefix + single for group in batch]
+    several, single = all_batches(rows, 400, 64)
+    in_batches = [group for batch in several + single for group in batch]
     assert sorted(map(str, in_batches)) == sorted(map(str, groups))
-    assert all(group.shared for batch in with_prefix for group in batch)
+    assert all(group.shared for batch in several for group in batch)
     assert not any(group.shared for batch in single for group in batch)
-    assert len(with_prefix) < 0.8 * sum(map(len, with_prefix))
+    assert len(several) < 0.8 * sum(map(len, several))
     assert len(single) < 0.3 * sum(map(len, single))
 
-    for batch in with_prefix + single:
+    for batch in several + single:
         suffixes = [len(rows[i].ids) - group.shared for group in batch for i in group.indices]
         prefixes = [group.shared for group in batch]
         width = max(prefixes) + max(suffixes) - 1
@@ -145,18 +139,7 @@ def test_greedy_means_every_token_is_the_likeliest():
         with torch.no_grad():
             ids.append(mpt(torch.tensor([ids]))[0, -1].argmax().item())
     first_wrong = [*ids[:3], ids[3] + 1, *ids[4:]]
-    last_wrong = [*ids[:-1], ids[-1] + 1]  # shares with `ids` a prefix that is scored
+    last_wrong = [*ids[:-1], ids[-1] + 1]
     rows = [request(row, 4) for row in (ids, first_wrong, last_wrong)]
     scores = score(mpt, rows, ALONE, "fp32", 100)
     assert scores[:, 1].tolist() == [1, 0, 0]
-
-
-def test_a_request_is_known_by_its_ids_and_count():
-    assert request([1, 2, 3], 1).key == request([1, 2, 3], 1).key
-    different = [request([1, 2, 3], 1), request([1, 2, 3], 2), request([1, 2, 4], 1)]
-    assert len({row.key for row in different}) == 3
-
-
-def test_the_common_length_of_two_sequences():
-    assert common_length(np.array([1, 2, 3]), np.array([1, 2, 3])) == 3
-    assert common_length(np.array([1, 2, 3, 4]), np.array([1, 5, 3])) == 1

@@ -16,12 +16,11 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from evaluation import figures as icl_figures
-from evaluation import results as icl_results
 from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
 from evaluation import zero_shot
 from evaluation.figures import PUBLISHED, SCORINGS, table
-from evaluation.results import Part, finished
+from evaluation.results import finished
 from evaluation.zero_shot import evaluate
 from model import MPT, init_weights
 from text import tokenizer as tokenizers
@@ -308,38 +307,6 @@ def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
 
     ranks(2)(program, *paths, f"--tasks={names}", "--shots=2")  # other questions, the same names
     assert json.loads(out.read_text())["tasks"]["mc"]["digest"] != later["mc"]["digest"]
-    assert not list(run.glob("*.part*"))
-
-
-def interrupted(world, files, out):
-    """Score 20 requests of a task, then resume. How many requests are forwarded then?"""
-    mpt = model(alibi=True)
-    task = tasks_of(files)[0]
-    requests, _ = zero_shot.encode(zero_shot.pairs_of(task, BYTES, 128), BYTES, "mc", mpt.cfg)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(icl_results, "PART_SECONDS", -1)
-        part = Part(out, "key", world.global_rank)
-        icl_score.score(mpt, requests[:20], world, "fp32", 300, part)
-        part = Part(out, "key", world.global_rank)
-        other_model = Part(out, "another model", world.global_rank)
-
-    n_rows = []
-    hook = mpt.register_forward_pre_hook(lambda module, args: n_rows.append(len(args[0])))
-    results = figures(evaluate(mpt, BYTES, [task], world, batch_tokens=100, part=part))
-    hook.remove()
-    return len(part.known), len(other_model.known), sum(n_rows), len(requests), results
-
-
-def test_a_task_that_was_cut_off_goes_on(files, ranks, tmp_path):
-    out = str(tmp_path / "results.json")
-    (tmp_path / "results.json.part-key-7").write_text('["half a line')  # of a rank that was killed
-    answers = ranks(2)(interrupted, files, out)
-    assert [answer[:2] for answer in answers] == [(20, 0)] * 2
-    assert answers[0][3] == 33
-    forwarded = sum(answer[2] for answer in answers)
-    assert 13 <= forwarded < 13 + 8  # a last batch may be repeated
-    task = tasks_of(files)[0]
-    close(answers[0][4], figures(evaluate(model(alibi=True), BYTES, [task], ALONE)))
 
 
 def test_results_of_another_model_are_not_mixed(tmp_path):
@@ -351,17 +318,6 @@ def test_results_of_another_model_are_not_mixed(tmp_path):
     for name in ("weights", "ids"):  # of another model, of another tokenizer
         message = refusal(finished, str(out), settings | {name: "new"})
         assert f"{name} {settings[name]}, not new: choose another --out" in message
-
-
-def test_damaged_lines_of_scores_are_left_out(tmp_path):
-    """test_fuzz.py has many more: here the line that is left."""
-    lines = ["5", "{}", "[[1], 2, 3]", '["a", "b", 1]', '["a"]', '["good", -1.5, 1.0]']
-    content = b"\xff\xfe\n" + "\n".join(lines).encode()
-    (tmp_path / "results.json.part-key-7").write_bytes(content)
-    part = object.__new__(Part)  # without the collective
-    part.path = tmp_path / "results.json.part-key-0"
-    part.pattern = "results.json.part-key-*"
-    assert part.read() == {"good": [-1.5, 1.0]}
 
 
 def test_program_answers_mistakes_in_one_line(run):

@@ -7,6 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 import triton.language as tl  # noqa: E402
+from test_launch_table import UNLESS_CHANGED  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from gpu_kernels import compiled  # noqa: E402
@@ -110,9 +111,8 @@ def test_any_kernel_is_compiled_and_not_run(arch):
     assert 0 < facts.registers < 64 and facts.spilled == 0 and facts.matrix == 0
 
 
-FEW_CHIPS = ("gfx90a", "gfx942", "gfx1100")  # the others in the long tier
 AMD = [
-    pytest.param(arch, marks=pytest.mark.slow if arch in FEW_CHIPS else pytest.mark.long)
+    pytest.param(arch, marks=pytest.mark.slow if arch == "gfx90a" else UNLESS_CHANGED)
     for arch in LIMITS
     if arch.startswith("gfx")
 ]

@@ -12,7 +12,7 @@ from conftest import Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
-from test_launch_table import FEW_CHIPS, SHARED, UNLESS_CHANGED  # noqa: E402
+from test_launch_table import SHARED, UNLESS_CHANGED, USUAL_CHIPS  # noqa: E402
 
 import loss as loss_file  # noqa: E402
 from gpu_kernels import cross_entropy as kernels  # noqa: E402
@@ -258,13 +258,13 @@ def compiled_for(world, archs):
     return found
 
 
-OTHER_CHIPS = [arch for arch in SHARED if arch not in FEW_CHIPS]
+OTHER_CHIPS = [arch for arch in SHARED if arch not in USUAL_CHIPS]
 
 
 @pytest.mark.parametrize(
     "archs",
     [
-        pytest.param(FEW_CHIPS, marks=pytest.mark.slow, id="few chips"),
+        pytest.param(USUAL_CHIPS, marks=pytest.mark.slow, id="usual chips"),
         pytest.param(OTHER_CHIPS, marks=UNLESS_CHANGED, id="others"),
     ],
 )

@@ -58,7 +58,7 @@ TUNED = BASE + 'init_from, run_dir = "runs/base/checkpoints/step-2", "runs/tuned
 
 
 @pytest.mark.slow
-def test_a_run_is_set_up_without_a_network(tmp_path, monkeypatch, tiny_text, alone):
+def test_a_run_is_set_up_without_a_network(tmp_path, monkeypatch, tiny_text, alone, forks):
     """The user's config, tokens and base come along. torch is that of the Python below."""
     home, folder, there = tmp_path / "home", tmp_path / "a stick's $name", tmp_path / "my run"
     folder.mkdir()
@@ -67,7 +67,8 @@ def test_a_run_is_set_up_without_a_network(tmp_path, monkeypatch, tiny_text, alo
     shutil.copytree(tiny_text, home / "my")
     (home / "my/base.py").write_text(BASE)
     (home / "my/tuned run.py").write_text(TUNED)
-    assert run(sys.executable, "fsdp_train.py", "my/base.py", cwd=home).returncode == 0
+    status, _, err = forks(["fsdp_train.py", "my/base.py"], home)
+    assert status == 0, err
 
     monkeypatch.chdir(home)
     monkeypatch.setattr(bundle, "ROOT", home)

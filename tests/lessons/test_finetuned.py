@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from conftest import ROOT, words_of
 
 import config
 import lora
@@ -91,13 +91,13 @@ ADAPTERS = "--max_steps=150 --lr=1e-2 --eval_tokens=2000".split()
 
 
 @pytest.mark.slow
-def test_it_learns_to_answer_what_the_base_cannot(tmp_path):
+def test_it_learns_to_answer_what_the_base_cannot(tmp_path, forks):
     """From a base of two layers, in 150 steps. A model that learns nothing fails."""
 
     def run(program, *words):
-        done = launch([], tmp_path, words, program=program)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        return done.stdout
+        status, out, err = forks([*words_of(program), *words], tmp_path)
+        assert status == 0, out[-2000:] + err[-2000:]
+        return out
 
     run("fsdp_train.py", f"{ROOT}/configs/demo.py", *TINY, *BASE)
     assert "train.jsonl" in run("lessons/questions.py")

@@ -4,6 +4,7 @@ import re
 import signal
 
 import pytest
+from conftest import refusal
 
 from config import TrainConfig, load
 from lifecycle import cadence
@@ -89,6 +90,11 @@ def test_steps_that_are_left_out(text, first, end, steps):
     assert list(skips.steps(first, end)) == steps
     for step in range(8):
         assert skips.before(step) == step - len(list(skips.steps(0, step)))
+
+
+def test_what_is_no_range_of_steps():
+    for text in ["5", "5:", "9:5", "5:5", "0:3", "a:b", "1:2;3:4"]:
+        assert "skip_steps takes ranges such as" in refusal(cadence.step_ranges, text)
 
 
 def test_skips_of_the_checkpoint_and_of_the_flags_add_up():

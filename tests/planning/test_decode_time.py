@@ -83,9 +83,7 @@ def test_the_program_says_what_a_token_takes(capsys):
 BAD = [
     ("--device=mi25o", "did you mean mi250"),
     ("--context=2049", "beyond max_seq_len 2048"),
-    ("--context=-1", "context must be from 0 to"),
     ("--batch=0", "batch must be from 1 to 1,000,000,000, not 0"),
-    ("--batch=1e300", "batch must be from 1 to 1,000,000,000, not a number of 300 digits"),
 ]
 
 

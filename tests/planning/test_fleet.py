@@ -2,8 +2,8 @@
 
 import pytest
 
-import config
 import devices
+import program
 from planning import fleet
 from planning.fleet import MACHINES, FleetArgs, fleet_of
 from program import UserError
@@ -68,7 +68,7 @@ def test_flags_override_a_machine():
     ("h100", 1200, False),
 ])  # fmt: skip
 def test_a_network_in_gigabits_is_questioned(capsys, device, network, questioned):
-    config.say_once.cache_clear()
+    program.say_once.cache_clear()
     found = fleet_of(FleetArgs(device=device, devices=64, network=network))
     err = capsys.readouterr().err
     assert found.network_gbs == network  # it is taken nevertheless

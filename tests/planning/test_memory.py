@@ -10,7 +10,6 @@ from tracing import live_bytes
 
 import config
 import devices
-import flops
 import loss
 import tensor_parallel
 from config import MPTConfig, TrainConfig
@@ -275,29 +274,6 @@ def test_a_larger_run_takes_more_and_a_wider_layout_less(seed):
     assert peak(m, less, **double) <= 1.1 * peak(m, cut, **double)  # it gathers in buffers
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_all_devices_together_hold_12_bytes_a_parameter(seed):
-    """Weights and Adam's moments in any layout of 16 devices.
-
-    Tensor parallelism repeats norms, positions and the biases of out_proj and down_proj on every
-    rank, pipelines a tied embedding.
-    """
-    m, settings = random_case(random.Random(seed))
-    norm = m.d_model * (1 if m.no_bias else 2)
-    biases = 0 if m.no_bias else 2 * m.d_model
-    positions = 0 if m.alibi else m.max_seq_len * m.d_model
-    repeated = m.n_layers * (2 * norm + biases) + norm + positions
-    for tp, pp in [(1, 1), (1, 4), (2, 1), (4, 2), (4, 4)]:
-        cfg = TrainConfig(**settings | {"sharding": "FULL_SHARD", "tp": tp, "pp": pp})
-        total = 0
-        for stage in range(pp):
-            update = moments(m, cfg, 16, stage=stage)["update"]
-            total += 16 // pp * (update["weights, fp32"] + update["Adam's moments, fp32"])
-        second_embedding = m.vocab_size * m.d_model if pp > 1 and m.tie_word_embeddings else 0
-        expected = 12 * (flops.n_params(m) + (tp - 1) * repeated + second_embedding)
-        assert total == pytest.approx(expected, abs=2 * 16)  # each is rounded down
-
-
 # --------------------------------------------------------------------------------------------------
 # What fits
 
@@ -413,15 +389,10 @@ COUNTED = [  # changes to the model, settings
     slow({"no_bias": True, "clip_qkv": 6.0}, {**TENSOR_4, **FULL}),
     slow({"kv_n_heads": 1}, {**TENSOR_4, **FULL, **GATHERS}),
     slow({"norm_type": "layernorm"}, {**TENSOR_2, **GATHERS}),
-    slow({"alibi": True}, {**TENSOR_4, **SELECTIVE}),
-    slow({"vocab_size": 200_001}, {**TENSOR_2, **FULL, **GATHERS}),
-    slow({"kv_n_heads": 4, "expansion_ratio": 2}, TENSOR_4),
-    *[slow({}, {**EIGHT_BY_2, **mode, **GATHERS}) for mode in MODES],
+    slow({"vocab_size": 200_001}, {**TENSOR_2, **FULL, **GATHERS, "batch": 2}),
+    *[slow({}, {**EIGHT_BY_2, **mode, **GATHERS}) for mode in MODES[::2]],
 ]
-IN_FP32 = [
-    ({}, {}),
-    *[slow({}, {**EIGHT_BY_2, **mode}) for mode in MODES],
-]
+IN_FP32 = [({}, {}), *[slow({}, {**EIGHT_BY_2, **mode}) for mode in MODES[1::2]]]
 
 
 def agree(change, settings, precision="bf16", device="cpu"):
@@ -486,17 +457,16 @@ STAGED = [
     ({}, {"microbatches": 6}),
     ({}, {"microbatches": 5, "ranks": 4, "sharding": "ZERO1", **FULL}),
     slow({}, {"microbatches": 2, **FULL}),  # fewer microbatches than stages
-    slow({"n_layers": 5}, {"microbatches": 6, **SELECTIVE}),  # uneven stages
-    slow(
+    slow(  # uneven stages
         {"n_layers": 5, "tie_word_embeddings": False},
-        {"microbatches": 5, "ranks": 4, "sharding": "FULL_SHARD", **FULL},
+        {"microbatches": 4, "ranks": 2, "sharding": "FULL_SHARD", **FULL},
     ),
     slow(
-        {"no_bias": True},
-        {"microbatches": 5, "ranks": 4, "sharding": "HYBRID_SHARD", "shard_size": 2},
+        {"n_layers": 5, "no_bias": True},
+        {"microbatches": 4, "ranks": 4, "sharding": "HYBRID_SHARD", "shard_size": 2, **SELECTIVE},
     ),
-    slow({"n_layers": 3}, {"microbatches": 5, "ranks": 2, "sharding": "DDP", **FULL}),
-    slow({}, {"microbatches": 5, "tp": 2, **GATHERS, **FULL}),
+    slow({"n_layers": 3}, {"microbatches": 4, "ranks": 2, "sharding": "DDP", **FULL}),
+    slow({}, {"microbatches": 4, "tp": 2, **GATHERS, **FULL}),
 ]
 
 
@@ -527,8 +497,8 @@ ADAPTED = [
     slow({"lora_targets": "up_proj", **SELECTIVE}, "bf16"),
     slow({**FULL, "recompute_every": 2}, "bf16"),
     slow({"lora_last_blocks": 2, "tp": 4, **FULL}, "bf16"),
-    *[slow({**mode, "ranks": 8, "shard_size": 4}, "bf16") for mode in MODES],
-    *[slow({**mode, "ranks": 8, "shard_size": 4}, "fp32") for mode in MODES],
+    *[slow({**mode, "ranks": 8, "shard_size": 4}, "bf16") for mode in MODES[::2]],
+    *[slow({**mode, "ranks": 8, "shard_size": 4}, "fp32") for mode in MODES[1::2]],
 ]
 
 

@@ -6,7 +6,7 @@ import math
 import shutil
 
 import pytest
-from conftest import json_lines, launch, refusal
+from conftest import json_lines, refusal
 
 import checkpoint
 from weights import card, hf
@@ -144,14 +144,3 @@ def test_exported_weights_have_their_card(tiny_run, tmp_path):
     page = Page((tmp_path / "theirs/card.html").read_text())
     assert "of step 1" in page.texts
     assert tiny_run.name in page.texts
-
-
-@pytest.mark.slow
-def test_the_program(tiny_run, tmp_path):
-    run = copied(tiny_run, tmp_path)
-    done = launch([], tmp_path, ["run"], program="weights/card.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "run/card.html\n"
-    text = (run / "card.html").read_text()
-    assert text == card.page(run, "run", card.record_of(run))
-    assert launch([], tmp_path, ["none"], program="weights/card.py").returncode == 2

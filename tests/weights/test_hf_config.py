@@ -76,9 +76,12 @@ def test_settings_of_published_models(settings, wanted):
 
 
 @pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
-def test_every_setting_comes_back(more):
+def test_every_setting_comes_back_and_the_weights_are_those_of_our_model(more):
     cfg = replace(SMALL, **more)
     assert hf_config.config_from(through_json(hf_config.config_to(cfg))) == cfg
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in MPT(cfg).state_dict().items()}
+    assert hf_config.weights_in_format(cfg) == shapes
 
 
 def test_a_config_as_transformers_writes_it_today():
@@ -108,13 +111,6 @@ AT_REST = [
     {"layer_norm_epsilon": 0.00001},
     *({name: None} for name in "attention_bias fc_type ffn_config init_config".split()),
 ]
-
-
-@pytest.mark.parametrize("top", AT_REST)
-def test_settings_at_rest_change_nothing(top):
-    assert hf_config.config_from(through_json(like_hub(top))) == MPT_7B
-
-
 ATTENTION_AT_REST = [
     {"attn_impl": "triton"},
     {"attn_temperature_tuning": None},
@@ -133,10 +129,12 @@ ATTENTION_AT_REST = [
 ]
 
 
-@pytest.mark.parametrize("attention", ATTENTION_AT_REST)
-def test_settings_of_attention_at_rest_change_nothing(attention):
-    read = hf_config.config_from(through_json(like_hub(**attention)))
-    assert replace(read, rope_theta=MPT_7B.rope_theta) == MPT_7B
+def test_settings_at_rest_change_nothing():
+    at_rest = [like_hub(top) for top in AT_REST]
+    at_rest += [like_hub(**attention) for attention in ATTENTION_AT_REST]
+    for settings in at_rest:
+        read = hf_config.config_from(through_json(settings))
+        assert replace(read, rope_theta=MPT_7B.rope_theta) == MPT_7B, settings
 
 
 TANH_GELU = {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}
@@ -226,14 +224,6 @@ def test_settings_that_the_format_lacks_are_not_exported(name, value):
     assert hf_config.config_to(cfg) == hf_config.config_to(SMALL)
     message = refusal(hf_config.config_to, replace(cfg, **{name: value}))
     assert f"{name}={value}" in message and "format cannot" in message
-
-
-@pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
-def test_the_weights_of_the_format_are_those_of_our_model(more):
-    cfg = replace(SMALL, **more)
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in MPT(cfg).state_dict().items()}
-    assert hf_config.weights_in_format(cfg) == shapes
 
 
 # --- settings of a wrong type

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import flags_for, refusal
+from launches import train_here
 from test_hf import LIKE_TRANSFORMERS, SMALL, build, relative_error, tokens
 
 import checkpoint
@@ -132,12 +133,9 @@ def names_there(tensors) -> set[str]:
 WRITTEN = {
     "all": {},
     "some layers": {"lora_targets": "down_proj,Wqkv"},
-    "last blocks": {"lora_last_blocks": 2},
-    "last block": {"lora_last_blocks": 1, "lora_targets": "up_proj"},
-    "alpha": {"lora_alpha": 12.5},
-    "rslora": {"rslora": True, "lora_alpha": 3.0},
-    "rank": {"lora_rank": 1},
-    "dropout": {"lora_dropout": 0.25},
+    "last blocks": {"lora_last_blocks": 2, "lora_alpha": 12.5},
+    "last block": {"lora_last_blocks": 1, "lora_targets": "up_proj", "lora_rank": 1},
+    "rslora": {"rslora": True, "lora_alpha": 3.0, "lora_dropout": 0.25},
 }
 
 
@@ -175,25 +173,6 @@ def drop_prefix(folder):
     rewrite(folder, change)
 
 
-SILENT = {
-    "no target_modules": lambda f: change_config(f, target_modules=None),
-    "no lora_alpha": lambda f: change_config(f, lora_alpha=None),
-    "no blocks": lambda f: change_config(f, layers_to_transform=None, layers_pattern=None),
-    "no prefix": drop_prefix,
-}
-
-
-@pytest.mark.parametrize("spoil", SILENT.values(), ids=SILENT)
-def test_what_peft_would_get_wrong_in_silence(spoil, base, tmp_path):
-    """Why each is written: without it, peft computes another model, or finds keys missing."""
-    settings = replace(TUNE, lora_last_blocks=2)
-    ours = with_adapters(settings)
-    write(tmp_path / "out", ours, settings, str(base))
-    spoil(tmp_path / "out")
-    theirs, faults = their_adapted(base, tmp_path / "out")
-    assert faults or difference(ours, theirs) > 1e-2
-
-
 def test_what_peft_cannot_hold_is_not_written(tmp_path):
     settings = replace(TUNE, lora_train="norms")
     message = refusal(write, tmp_path / "out", with_adapters(settings), settings)
@@ -205,7 +184,7 @@ def test_what_peft_cannot_hold_is_not_written(tmp_path):
 
 
 READ = {
-    "list": {"target_modules": ["Wqkv", "up_proj"]},
+    "list": {"target_modules": ["Wqkv", "up_proj"], "lora_dropout": 0.3},
     "one": {"target_modules": ["down_proj"], "lora_alpha": 32},
     "paths": {"target_modules": ["transformer.blocks.2.attn.Wqkv", "blocks.0.ffn.up_proj"]},
     "pattern": {"target_modules": r".*\.blocks\.[12]\.(attn\.out_proj|ffn\.down_proj)"},
@@ -213,11 +192,7 @@ READ = {
     "excluded": {"exclude_modules": ["up_proj"]},
     "layers": {"layers_to_transform": [1], "layers_pattern": "blocks"},
     "default targets": {"target_modules": None, "layers_to_transform": 2},
-    "rslora": {"use_rslora": True, "lora_alpha": 5},
-    "dropout": {"lora_dropout": 0.3},
-    "gaussian": {"init_lora_weights": "gaussian"},
-    "orthogonal": {"init_lora_weights": "orthogonal"},
-    "random": {"init_lora_weights": False},
+    "rslora": {"use_rslora": True, "lora_alpha": 5, "init_lora_weights": "gaussian"},
 }
 
 
@@ -252,6 +227,9 @@ def test_null_is_the_default_for_them_and_for_us(base, tmp_path):
     assert not faults and difference(theirs, again) == 0 and difference(ours, theirs) < 1e-5
     path.write_text(json.dumps(settings | nulls | {"lora_dropout": None}))
     assert peft.read(tmp_path / "out").settings.lora_dropout == 0  # peft fails at None > 0
+    for init in (False, "orthogonal"):
+        path.write_text(json.dumps(settings | {"init_lora_weights": init}))
+        peft.read(tmp_path / "out")
 
 
 def test_bf16_and_a_file_that_is_not_aligned(sound, tmp_path):
@@ -286,9 +264,7 @@ REFUSED = {
     "alpha_pattern to dict": {"alpha_pattern": {"Wqkv": 2}},
     "modules_to_save to list": {"modules_to_save": ["norm_f"]},
     "bias to 'all'": {"bias": "all"},
-    "bias to 'lora_only'": {"bias": "lora_only"},
     "init_lora_weights to 'pissa'": {"init_lora_weights": "pissa"},
-    "init_lora_weights to 'olora'": {"init_lora_weights": "olora"},
     "wte": {"target_modules": ["wte", "Wqkv"]},
     "lm_head": {"target_modules": ["lm_head", "Wqkv"]},
     "trainable_token_indices to list": {"trainable_token_indices": [1, 2]},
@@ -634,7 +610,7 @@ def curve(run):
 
 
 @pytest.mark.slow
-def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, python):
+def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, ranks):
     """Adapters as they are drawn, imported, train as those of a new run do.
 
     What comes out is in peft what it is here.
@@ -649,8 +625,8 @@ def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, p
     peft.import_(tmp_path / "drawn", tmp_path / "imported", str(base))
 
     for name in ("new", "imported"):
-        done = python(*flags, f"--run_dir={name}")
-        assert done.returncode == 0, done.stderr
+        status, message, _ = ranks(1)(train_here, [*flags, f"--run_dir={tmp_path / name}"])[0]
+        assert status == 0, message
     new, imported = (curve(tmp_path / name) for name in ("new", "imported"))
     assert new == imported and new[-1][0] == 4
 
@@ -659,28 +635,33 @@ def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, p
     ours, _, _ = load.load_for_sampling(str(tmp_path / "imported"), None, CPU)
     assert not faults
     assert difference(ours, theirs) < 1e-5 < 1e-3 < difference(build(CFG), theirs)
-    other = python(*flags, "--run_dir=imported", "--lora_alpha=4", "--max_steps=6")
-    assert other.returncode == 2 and "lora_alpha 16.0 (here 4.0)" in other.stderr
+    flags += [f"--run_dir={tmp_path / 'imported'}", "--lora_alpha=4", "--max_steps=6"]
+    status, message, _ = ranks(1)(train_here, flags)[0]
+    assert status == 2 and "lora_alpha 16.0 (here 4.0)" in message
 
 
 @pytest.mark.slow
-def test_an_imported_run_keeps_what_it_began_from(base, sound, tiny_data, tmp_path, python):
+def test_an_imported_run_keeps_what_it_began_from(base, sound, tiny_data, tmp_path, ranks):
     """It trains on packed rows of another length, and begins anew only from its step-0."""
     peft.import_(sound, tmp_path / "run", str(base))
     began = load.load_model(tmp_path / "run/checkpoints/step-0", CPU)
-    flags = [*SIZE, *BATCH, "--lora_rank=4", f"--init_from={base}", "--device=cpu", "--run_dir=run"]
+    flags = [*SIZE, *BATCH, "--lora_rank=4", f"--init_from={base}", "--device=cpu"]
     flags += ["--max_seq_len=20", "--attn_uses_sequence_id", "--keep_last=1", "--save_interval=1"]
-    flags += flags_for(tiny_data)
-    assert (done := python(*flags)).returncode == 0, done.stderr
+    flags += [f"--run_dir={tmp_path / 'run'}", *flags_for(tiny_data)]
+
+    def train(*more):
+        return ranks(1)(train_here, [*flags, *more])[0]
+
+    status, message, _ = train()
+    assert status == 0, message
     steps = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert steps == {"step-0", "step-4"}
     found, _, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
     assert found.cfg.max_seq_len == 20 and difference(found, began) > 1e-4
 
-    again = python(*flags, "--resume=again")
-    assert again.returncode == 2 and again.stderr.count("\n") == 1
-    assert "run began from weights that were imported" in again.stderr
+    status, message, _ = train("--resume=again")
+    assert status == 2 and "run began from weights that were imported" in message
     before = curve(tmp_path / "run")
-    skipping = python(*flags, "--skip_steps=2:3")
-    assert skipping.returncode == 0 and ", resuming from step-0" in skipping.stdout, skipping.stderr
+    status, message, printed = train("--skip_steps=2:3")
+    assert status == 0 and ", resuming from step-0" in printed, message
     assert curve(tmp_path / "run")[:2] == before[:2] and curve(tmp_path / "run") != before
