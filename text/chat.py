@@ -27,6 +27,7 @@ it will be learned, or `python -m text.chat` for one of ours. Both take bytes fo
 set --tokenizer.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -70,6 +71,12 @@ SAMPLE = [
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "And 3+3?"},
     {"role": "assistant", "content": "6"},
+]
+
+WITH_EACH_ROLE = [
+    ("user", "assistant"),
+    ("system", "user", "assistant"),
+    ("user", "assistant", "tool"),
 ]
 
 # --------------------------------------------------------------------------------------------------
@@ -268,10 +275,29 @@ class Template:
             require_safe_jinja(name)
             self.text(SAMPLE)
         if reserved:
-            # An added word, such as [INST], is the template's own if it is in the source.
-            self.reserved = [
-                marker for marker, token in reserved.items() if token.special or marker in source
-            ]
+            self.reserved = self.markers_of(reserved)
+
+    def markers_of(self, tokens: dict[str, SpecialToken]) -> list[str]:
+        """Special tokens, and the other added ones that the template writes, such as [INST].
+
+        UserError for one that other words can spell: content could fake a conversation's turns.
+        """
+        others = {name: token for name, token in tokens.items() if not token.special}
+        written = ""
+        for roles in WITH_EACH_ROLE if others else ():
+            messages = [{"role": role, "content": ""} for role in roles]
+            with contextlib.suppress(UserError):  # not every template takes every role
+                written += self.text(messages, add_generation_prompt=True)
+        # Branches that were not taken may write it, too. Plain words may be names of variables.
+        in_source = {name for name in others if name in self.source and not name.isalnum()}
+        used = in_source | {name for name in others if name in written}
+        for name in used:
+            require(
+                others[name].exact,
+                f"{self.name} writes {name}, which other words can spell as well: "
+                'set its "special" to true in tokenizer.json',
+            )
+        return [name for name in tokens if name in used or name not in others]
 
     @property
     def fingerprint(self) -> str:

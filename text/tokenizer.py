@@ -88,12 +88,14 @@ class SpecialToken:
     lstrip, rstrip: it takes the white space before it, or behind it.
     special: no text encodes to it. Otherwise it was added as a word is, such as `<think>`: each
     text that holds its name has its id.
+    exact: other spellings, as in capitals, never count as its name.
     """
 
     id: int
     lstrip: bool = False
     rstrip: bool = False
     special: bool = True
+    exact: bool = True
 
 
 class Tokenizer:
@@ -246,7 +248,8 @@ class HuggingFaceTokenizer:
         for i, token in added.items():
             # A MARK fits into two characters. Runs of spaces are no names.
             if len(token.content) > 1 and (token.special or token.content.strip()):
-                special = SpecialToken(i, token.lstrip, token.rstrip, token.special)
+                is_exact = token.special or not (token.normalized and self.library.normalizer)
+                special = SpecialToken(i, token.lstrip, token.rstrip, token.special, is_exact)
                 self.special_tokens[token.content] = special
 
         # The vocabulary spells each byte as one printable character; other characters are text.

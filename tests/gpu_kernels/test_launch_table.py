@@ -1,7 +1,7 @@
 """launch_table.py: rows, compiled for their chips with the kernels they belong to. No GPU needed.
 
 All chips, in the slow tier, if gpu_kernels/ or constraints.txt differs from the main branch; else
-two of them, and the others in the long tier.
+five of them, and the others in the long tier.
 
 In processes of their own, the operators of flash_attention.py run on CPU tensors up to the launch,
 which compiles the kernel as on that chip and does not start it (gpu_kernels/compiled.py). The
@@ -86,6 +86,7 @@ def kernels_differ_from_main() -> bool:
     return True
 
 
+FEW_CHIPS = ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx1100")
 USUAL_CHIPS = ("gfx90a", "sm_90")  # MI250, H100
 UNLESS_CHANGED = pytest.mark.slow if kernels_differ_from_main() else pytest.mark.long
 USUAL = [dict(alibi=True), dict(alibi=False)]
@@ -153,9 +154,10 @@ def found(compilers, request):
 
 
 def marked(case):
-    """A case as a parameter: quick on the usual chips."""
-    marks = [] if case[0] in USUAL_CHIPS else UNLESS_CHANGED
-    return pytest.param(case, id=name(case), marks=marks)
+    """A case as a parameter: quick on the usual chips, slow on a few, long on the others."""
+    arch = case[0]
+    other = pytest.mark.slow if arch in FEW_CHIPS else UNLESS_CHANGED
+    return pytest.param(case, id=name(case), marks=[] if arch in USUAL_CHIPS else other)
 
 
 def marked_with_features(case):

@@ -404,6 +404,20 @@ def test_no_content_is_ever_a_token_of_the_template(chatml_tokenizer, templates,
         assert [ours.decode([i]) for i in ids if i in forbidden] == written * 2
 
 
+def test_a_marker_that_other_words_can_spell_is_refused(chatml_tokenizer, tmp_path):
+    """Here in small letters: no search for its name could find them all."""
+    library = pytest.importorskip("tokenizers")
+    ours, _ = chatml_tokenizer
+    made = library.Tokenizer.from_file(ours.path)
+    made.normalizer = library.normalizers.Lowercase()
+    made.save(str(tmp_path / "lower.json"))
+    names = tokenizers.load(str(tmp_path / "lower.json")).special_tokens
+    Template(chat.CHATML, "x", reserved=names)
+    assert "[INST], which other words" in refusal(Template, INST, "x", reserved=names)
+    composed = INST.replace("[INST]", "{{ '[IN' + 'ST]' }}")
+    assert "[INST], which other words" in refusal(Template, composed, "x", reserved=names)
+
+
 # --- turns -> ids
 
 TURNS = [Turn("ab", "c"), Turn("defg", "h", 0), Turn("ij", "k")]
