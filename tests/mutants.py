@@ -544,6 +544,12 @@ def pass_without_a_bug(mutants: list[Mutant], jobs: int) -> bool:
 
 def main(argv: list[str]) -> int:
     """The exit status: see the top of the file."""
+    unknown = [
+        word for word in argv if word.startswith("-") and not re.fullmatch(r"--jobs=\d+", word)
+    ]
+    if unknown:  # or --help
+        print(__doc__.strip())
+        return 0 if unknown == ["--help"] else 2
     jobs = next((int(word[7:]) for word in argv if word.startswith("--jobs=")), 2)
     words = [word.lower() for word in argv if not word.startswith("--")]
     mutants = [
