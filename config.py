@@ -524,7 +524,7 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     hints = types_of(*classes)
     argv = joined(argv, *classes)
     paths = [word for word in argv if not word.startswith("-")]
-    flags = known(texts_of(argv, hints), hints, "the command line")
+    flags = known(values_of(argv, hints), hints, "the command line")
     result = []
     if takes is not None:
         more = "[--key=value ...] (--help lists the settings)"
@@ -568,14 +568,16 @@ def joined(argv: list[str], *classes: type) -> list[str]:
     return words
 
 
-def texts_of(argv: list[str], hints: dict) -> dict:
-    """The text of each flag in argv, which is `joined`. One that grows has a list of them."""
-    texts = {}
+def values_of(argv: list[str], hints: dict) -> dict:
+    """The value of each flag in argv, which is `joined`. One that grows has a list of texts."""
+    values = {}
     for word in argv:
         if word.startswith("-"):
             key, _, text = word.lstrip("-").partition("=")
-            texts[key] = [*texts.get(key, []), text] if hints.get(key) == list[str] else text
-    return texts
+            hint = hints.get(key, str)
+            is_list = hint == list[str]
+            values[key] = [*values.get(key, []), text] if is_list else program.parse(text, hint)
+    return values
 
 
 def known(settings: dict, hints: dict, source: str, others=()) -> dict:

@@ -254,7 +254,6 @@ def source_of(cls: type) -> list[str]:
 
 # Texts that people write; of others, parts separated by commas may be paths.
 PROSE = ("prompt", "stop", "delimiter", "expect")
-SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NO_MATCH = object()  # what `convert` returns if nothing fits; None would be a value
 
 
@@ -262,6 +261,22 @@ def alternatives(hint) -> tuple:
     """The members of a union type, or the one type itself."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
+
+
+def parse(text: str, hint):
+    """The text of a flag as the Python value that a config file would hold.
+
+    Text that does not fit `hint` is returned as it is; `checked` then reports it.
+    """
+    options = alternatives(hint)
+    lower = text.lower()
+    if lower == "none" and type(None) in options:
+        return None
+    if bool in options and lower in ("true", "false", "1", "0", "yes", "no"):
+        return lower in ("true", "1", "yes")
+    if int in options or float in options:
+        return parse_number(text)
+    return text
 
 
 def parse_number(text: str):
@@ -300,34 +315,25 @@ def expanded(value):
 
 
 def convert(value, option):
-    """`value` as one member of a union type, or NO_MATCH.
-
-    The text of a flag means the same in a config file. A bool is not a number.
-    """
-    text = value.lower() if isinstance(value, str) else None
+    """`value` converted to one member of a union type, or NO_MATCH. A bool is not a number."""
     if typing.get_origin(option) is Literal:
-        choices = {choice.lower(): choice for choice in typing.get_args(option)}
-        return choices.get(text, NO_MATCH)
+        for choice in typing.get_args(option):
+            if isinstance(value, str) and value.lower() == choice.lower():
+                return choice
+        return NO_MATCH
     if option == list[str]:
         is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
         return value if is_list else NO_MATCH
-    if option in (int, float):
-        number = parse_number(value) if text else value
-        return convert_number(number, option)
-    if option is bool and text is not None:
-        return SWITCHES.get(text, NO_MATCH)
-    if option is types.NoneType and text == "none":
-        return None
-    return value if isinstance(value, option) else NO_MATCH
 
-
-def convert_number(number, kind: type):
-    """An int or a float as the other of both, or NO_MATCH: infinite, not whole, not a number."""
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    if option is not bool and isinstance(value, bool):
         return NO_MATCH
-    if kind is int:
-        return int(number) if number % 1 == 0 else NO_MATCH
-    return float(number) if abs(number) <= sys.float_info.max else NO_MATCH
+    if option is float:
+        is_number = isinstance(value, int | float)
+        finite = is_number and abs(value) <= sys.float_info.max  # false for NaN and huge integers
+        return float(value) if finite else NO_MATCH
+    if option is int and isinstance(value, float):
+        return int(value) if value.is_integer() else NO_MATCH
+    return value if isinstance(value, option) else NO_MATCH
 
 
 def expected(hint) -> str:

@@ -199,11 +199,12 @@ GOOD = [
 
 
 def test_a_text_is_read_as_the_type_of_its_field(write):
-    """Of a flag, and the same text in a file."""
+    """Of a flag. In a file it is text."""
     for key, text, value in GOOD:
-        for given in (f"--{key}={text}", write(f"{key} = {text!r}")):
-            found = both(given)[key]
-            assert found == value and type(found) is type(value), (key, given)
+        found = both(f"--{key}={text}")[key]
+        assert found == value and type(found) is type(value), (key, text)
+        if not isinstance(value, str | list):
+            assert "expected" in error(write(f"{key} = {text!r}"))
 
 
 PATHS = {  # what is typed, in a flag or a file -> what is meant
@@ -265,7 +266,9 @@ def test_a_value_of_the_wrong_type(write):
     for given, wanted in BAD_VALUES.items():
         key, value = re.fullmatch(r"-*(\w+) ?= ?(.*)", given).groups()
         if given.startswith("-"):
-            assert error(given) == f"{key} in the command line is {value!r}, expected {wanted}"
+            message = error(given)
+            assert message.startswith(f"{key} in the command line is ") and value in message
+            assert message.endswith(f", expected {wanted}")
         else:
             path = write(given)
             assert error(path) == f"{key} in {path} is {value}, expected {wanted}"

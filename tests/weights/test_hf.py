@@ -6,15 +6,14 @@ import random
 import resource
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import TORCHRUN, launch, refusal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkpoint
 import parallel
@@ -343,21 +342,22 @@ def test_a_run_of_ours_onto_ranks(ranks, tmp_path):
         assert "alibi_bias_max 8.0 (here 16), clip_qkv None (here 6)" in error and everywhere
 
 
-def test_rows_of_hybrid_sharding(tmp_path):
-    """Four ranks in turn, each in a group that is pretended: two replicas, cut over two ranks."""
+def fill_rows(world, folder, cfg) -> bool:
+    """Whether each of four ranks finds its rows: two replicas, cut over two ranks."""
     name = "transformer.wte.weight"
-    model = build(replace(SMALL, vocab_size=101))
-    whole = model.state_dict()[name]
-    hf.export(model, tmp_path / "out")
-    stored = {name: hf.find_tensors(tmp_path / "out", model)[name]}
-    for rank in range(4):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-        mesh = init_device_mesh("cpu", (2, 2))
-        wanted = distribute_tensor(whole, mesh, (Replicate(), Shard(0)), src_data_rank=None)
-        found = torch.full_like(wanted, torch.nan)
-        tensor_files.fill({name: WHOLE.pieces(name, found)}, stored)
-        assert torch.equal(found.to_local(), wanted.to_local())
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = build(cfg).state_dict()[name]
+    wanted = distribute_tensor(whole, mesh, (Replicate(), Shard(0)), src_data_rank=None)
+    found = torch.full_like(wanted, torch.nan)
+    stored = {name: hf.find_tensors(Path(folder), MPT(cfg))[name]}
+    tensor_files.fill({name: WHOLE.pieces(name, found)}, stored)
+    return torch.equal(found.to_local(), wanted.to_local())
+
+
+def test_rows_of_hybrid_sharding(ranks, tmp_path):
+    cfg = replace(SMALL, vocab_size=101)
+    hf.export(build(cfg), tmp_path / "out")
+    assert ranks(4)(fill_rows, str(tmp_path / "out"), cfg) == [True] * 4
 
 
 MEASURE = """
