@@ -75,6 +75,35 @@ def alibi_slopes(n_heads, bias_max=8.0, device=None):
     return torch.cat([slopes[1::2], slopes[0::2]])[:n_heads]
 
 
+def attention_bias(n_queries, n_keys, slopes, causal, device, sequence_ids=None):
+    """What is added to the scores, fp32: -slope * |i - j|, and -inf where query i must not see j.
+
+    slopes: (H,) or None; sequence_ids: (B, Tk) or None. Returns (Tq, Tk), with slopes (H, Tq, Tk),
+    with sequence_ids (B, H or 1, Tq, Tk).
+    """
+    i = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]  # (Tq, 1)
+    j = torch.arange(n_keys, device=device)[None, :]  # (1, Tk)
+    bias = torch.zeros(n_queries, n_keys, device=device)
+    if slopes is not None:
+        bias = -slopes[:, None, None] * (i - j).abs()
+    if causal:
+        bias = bias.masked_fill(j > i, -math.inf)
+    if sequence_ids is not None:
+        query_ids = sequence_ids[:, None, -n_queries:, None]
+        key_ids = sequence_ids[:, None, None, :]
+        bias = bias.masked_fill(query_ids != key_ids, -math.inf)  # (B, 1, Tq, Tk) mask
+    return bias
+
+
+def reference_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
+    """The formula as it is in the paper, with all scores in memory."""
+    bias = attention_bias(q.shape[2], k.shape[2], slopes, causal, q.device, sequence_ids)
+    scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Tq, Tk)
+    scores += bias.to(scores.dtype)  # in place: the scores are the largest tensor of a step
+    probs = torch.softmax(scores, dim=-1)
+    return F.dropout(probs, dropout_p) @ v
+
+
 def attention(
     q,
     k,
@@ -125,12 +154,9 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
     device: a torch.device. alibi: whether the model uses it. UserError for a name that is in
     neither table.
 
-    A GPU takes `triton` for ALiBi in 16 bits, which needs no mask and no extra columns there, and
-    `sdpa` otherwise; so do GPUs for which Triton has no matrix instructions (NVIDIA before Ampere,
-    AMD before MI100 and Radeon RX 7000). A CPU takes `blocks`: forward and backward of 8 x 6 heads
-    x 512 tokens take 1.3 times as long with `reference` in bf16 and 1.4 times in fp32, with `sdpa`
-    2.8 and 1.6 times (one core of an AMD EPYC with AVX512-BF16). ALiBi costs `blocks` 2 to 3 %
-    there, `sdpa` 13 to 15 %.
+    A CPU takes `blocks`, a GPU `triton` for ALiBi in 16 bits, which needs no mask and no extra
+    columns there, and `sdpa` otherwise. So do GPUs for which Triton has no matrix instructions
+    (NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000). Measured: bench/results/cpu.md.
     """
     require_known(impl)
     if impl != "auto":
@@ -153,35 +179,6 @@ def require_known(impl: str) -> None:
         impl in ("auto", *IMPLEMENTATIONS, *VARIANTS),
         f"attn_impl={impl} is neither in IMPLEMENTATIONS nor in VARIANTS of attention.py: add it",
     )
-
-
-def attention_bias(n_queries, n_keys, slopes, causal, device, sequence_ids=None):
-    """What is added to the scores, fp32: -slope * |i - j|, and -inf where query i must not see j.
-
-    slopes: (H,) or None; sequence_ids: (B, Tk) or None. Returns (Tq, Tk), with slopes (H, Tq, Tk),
-    with sequence_ids (B, H or 1, Tq, Tk).
-    """
-    i = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]  # (Tq, 1)
-    j = torch.arange(n_keys, device=device)[None, :]  # (1, Tk)
-    bias = torch.zeros(n_queries, n_keys, device=device)
-    if slopes is not None:
-        bias = -slopes[:, None, None] * (i - j).abs()
-    if causal:
-        bias = bias.masked_fill(j > i, -math.inf)
-    if sequence_ids is not None:
-        query_ids = sequence_ids[:, None, -n_queries:, None]
-        key_ids = sequence_ids[:, None, None, :]
-        bias = bias.masked_fill(query_ids != key_ids, -math.inf)  # (B, 1, Tq, Tk) mask
-    return bias
-
-
-def reference_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
-    """The formula as it is in the paper, with all scores in memory."""
-    bias = attention_bias(q.shape[2], k.shape[2], slopes, causal, q.device, sequence_ids)
-    scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Tq, Tk)
-    scores += bias.to(scores.dtype)  # in place: the scores are the largest tensor of a step
-    probs = torch.softmax(scores, dim=-1)
-    return F.dropout(probs, dropout_p) @ v
 
 
 def blockwise_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):

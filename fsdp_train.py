@@ -22,7 +22,6 @@ if __name__ == "__main__":  # before the imports that take seconds
     stopping.while_loading(sys.argv[1:])
 
 import contextlib
-import gc
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -81,52 +80,38 @@ def main(argv) -> None:
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, start.seed_to_draw(cfg))
     model.separator = dataset.separator
     checkpointer = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last, cfg.keep_every)
-    settings = {**asdict(model_cfg), **asdict(cfg)}
-    settings |= {"precision": precision, "data_fingerprint": dataset.fingerprint}
-    settings |= load_weights(start, cfg, model, optimizer)
+    base = load_weights(start, cfg, model, optimizer)  # what adapters are put on, if there are any
+    settings = {**asdict(model_cfg), **asdict(cfg), **base, "precision": precision}
+    settings["data_fingerprint"] = dataset.fingerprint
     warn_if_slow(optimizer, log)
 
     # the record of the run, and what protects it
     launch = runlog.launch_record(cfg, world, precision, start.checkpoint, dataset.epoch_tokens)
-    log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
-    # When memory runs out, the watchdog records half of the microbatch for the next start.
-    halve = partial(halve_microbatch, model_cfg, cfg, world, precision)
-    watchdog = Watchdog(world, cfg.timeout_minutes, checkpointer.last_good, halve, start.step)
-    timer = StragglerTimer(model, world.device)
-    report = Reporter(log, model_cfg, cfg, world, peak, cadence, checkpointer, timer, start.step)
-    guard = Guard(signals, lease, watchdog, timer)
-    guard.enter_context(start_trackers(cfg, world))
-    if lease.mirror:
-        lease.mirror.watch(checkpointer, start.step)
+    is_evaluated = log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
+    guard = make_guard(signals, lease, model, model_cfg, cfg, world, precision, checkpointer, start)
+    report = Reporter(log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, start.step)
 
     # the loop
     with guard:
-        if start.step == 0:
-            evaluator.evaluate(0, model, cadence, log)
-        cadence.start_save_clock()
-        report.start_clock()
+        if not is_evaluated:  # a new run, or one that was stopped before it was evaluated
+            with report.paused():
+                evaluator.log_what_is_due(start.step, model, cadence, log)
         batches = dataset.batches(cadence.steps_from(start.step), cfg, world)
         for step, rows in guard.watch(batches):  # a rank that hangs is named
-            collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
             agreed = reporter.agree(world, signals, log, cadence, checkpointer, lease.mirror)
             # A GPU's figures are read one step late, unless something is due after this step.
             is_bad = report.record(step, figures, agreed)
-            lease.check()
-            if agreed.no_save_running:
-                checkpointer.finish()  # publish the last one
-            if agreed.no_copy_running:
-                lease.mirror.copy_newest()  # --remote
-            if cadence.evaluation_due(done) or cadence.tasks_due(done):
-                evaluator.evaluate(done, model, cadence, log)
-                report.start_clock()
-            if cadence.must_save(done, agreed, is_bad):  # a stop signal asks for a save, too
-                checkpointer.save(done, model, optimizer, settings)
-                cadence.start_save_clock()
-                report.start_clock()
-            if agreed.stop_signal and not cadence.is_last(done):
-                stopping.leave(agreed.stop_signal, checkpointer, log)
+            publish_what_is_written(agreed, checkpointer, lease)
+            with report.paused():
+                if cadence.must_save(done, agreed, is_bad):  # a stop signal asks for a save, too
+                    checkpointer.save(done, model, optimizer, settings)
+                    cadence.start_save_clock()
+                # Before an evaluation, which may outlast the time until SIGKILL.
+                if agreed.stop_signal and not cadence.is_last(done):
+                    stopping.leave(agreed.stop_signal, checkpointer, log)
+                evaluator.log_what_is_due(done, model, cadence, log)
         checkpointer.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
 
@@ -229,7 +214,7 @@ class Evaluator:
             )
             processes.rank_zero_decides(check)
 
-    def evaluate(self, done: int, model, cadence: Cadence, log) -> None:
+    def log_what_is_due(self, done: int, model, cadence: Cadence, log) -> None:
         """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
         if cadence.evaluation_due(done):
             log.row({"step": done} | self.validate(model))
@@ -252,11 +237,12 @@ class Evaluator:
         bytes_per_token = sum(p.share * p.val.text_bytes / p.val.learned for p in self.parts)
         losses = {}
         mean_loss = mean_bits = 0.0
-        for name, share, _, _, val in self.parts:
+        for part in self.parts:
+            val = part.val
             loss = evaluate(model, val, cfg, self.world, self.precision)
-            losses[name] = loss
-            mean_loss += share * loss
-            share_of_bytes = share * val.text_bytes / val.learned / bytes_per_token
+            losses[part.name] = loss
+            mean_loss += part.share * loss
+            share_of_bytes = part.share * val.text_bytes / val.learned / bytes_per_token
             mean_bits += share_of_bytes * runlog.bits_per_byte(loss, val.learned, val.text_bytes)
         by_source = {"val_loss_by_source": losses} if cfg.mix else {}
         return {"val_loss": mean_loss, "val_bits_per_byte": mean_bits} | by_source
@@ -270,7 +256,8 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
     """
     model.eval()
     n_windows = data.n_evaluated(val, cfg.eval_tokens)
-    sums = torch.zeros(2, device=world.device)  # loss, tokens
+    loss_sum = torch.zeros((), device=world.device)
+    n_tokens = torch.zeros((), dtype=torch.int64, device=world.device)
     for first in range(0, n_windows, world.dp_size * cfg.microbatch_size):
         first_of_rank = first + world.dp_rank * cfg.microbatch_size
         window_ids = first_of_rank + np.arange(cfg.microbatch_size)
@@ -281,11 +268,11 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
         labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE  # on the CPU: a GPU would wait
         ids, labels = ids.to(world.device), labels.to(world.device)
         with parallel.autocast(world.device, precision), parallel.uncompiled(model):
-            sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
+            loss_sum += model(ids, labels=labels)
+            n_tokens += (labels != IGNORE).sum()
     model.train()
     parallel.free_gathered_weights(model)
-    loss, n_tokens = processes.dp_sum(sums, world).tolist()
-    return loss / n_tokens
+    return processes.dp_sum(loss_sum, world).item() / processes.dp_sum(n_tokens, world).item()
 
 
 def resolve_auto(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.Start):
@@ -302,12 +289,24 @@ def resolve_auto(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.St
 
         compiles = compiling.choose(model_cfg, cfg, world, precision)
     cfg = replace(cfg, compile=compiles)
-    is_recorded = Path(cfg.run_dir, "microbatch.json").exists
-    if cfg.microbatch_size == "auto" or processes.rank_zero_decides(is_recorded):
+    record = Path(cfg.run_dir, "microbatch.json")  # of a start that ran out of memory
+    if cfg.microbatch_size == "auto" or processes.rank_zero_decides(record.exists):
         from lifecycle import microbatch
 
         cfg = replace(cfg, microbatch_size=microbatch.fit(model_cfg, cfg, world, precision))
     return cfg, precision, cadence
+
+
+def make_guard(signals, lease, model, model_cfg, cfg, world, precision, checkpointer, start):
+    """What protects the loop: watchdog, timer of stragglers, trackers, copies in a store."""
+    # When memory runs out, the watchdog records half of the microbatch for the next start.
+    halve = partial(halve_microbatch, model_cfg, cfg, world, precision)
+    watchdog = Watchdog(world, cfg.timeout_minutes, checkpointer.last_good, halve, start.step)
+    guard = Guard(signals, lease, watchdog, StragglerTimer(model, world.device))
+    guard.enter_context(start_trackers(cfg, world))
+    if lease.mirror:
+        lease.mirror.watch(checkpointer, start.step)
+    return guard
 
 
 def halve_microbatch(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, step: int) -> int:
@@ -315,6 +314,18 @@ def halve_microbatch(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, s
     from lifecycle import microbatch  # here, since most runs do without
 
     return microbatch.halve(model_cfg, cfg, world, precision, step)
+
+
+def publish_what_is_written(agreed, checkpointer, lease: Lease) -> None:
+    """Publish the last checkpoint once all ranks have written it, and copy it to --remote.
+
+    A collective. UserError if another run has taken the run folder.
+    """
+    lease.check()
+    if agreed.all_saved:
+        checkpointer.finish()
+    if agreed.all_copied:
+        lease.mirror.copy_newest()
 
 
 def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):
@@ -417,16 +428,6 @@ def warn_if_slow(optimizer, log) -> None:
     if not optim.skips_on_device(optimizer):
         name = type(optimizer).__name__
         log.say(f"{name} cannot skip a bad step by itself, so each step waits for the device")
-
-
-def collect_garbage(steps_since_start: int, interval: int = 50) -> None:
-    """Every `interval` steps of this launch, on all ranks at the same time; never in between.
-
-    Otherwise Python's garbage collector would stop one rank now and then, and the others wait.
-    """
-    if steps_since_start % interval == 0:
-        gc.disable()
-        gc.collect()
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss):
         """The kept gradients, times the incoming gradient (1 / tokens) and the logit scale."""
         grad_x, grad_w = ctx.saved_tensors

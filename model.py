@@ -6,9 +6,9 @@
 
 Shapes: B rows, T tokens, H heads of width D = d_model / H, Hkv heads of keys and values, L layers.
 
-The model does not know that it is distributed: parallel.py adds activation checkpointing,
-compilation and sharding from outside. Names in the state dict are those of Hugging Face's MPT, so
-its weights load as they are.
+Nothing in here communicates: parallel.py adds activation checkpointing, compilation and sharding
+from outside, tensor_parallel.py and pipeline.py cut the model. Names in the state dict are those of
+Hugging Face's MPT, so its weights load as they are.
 
 Run `python model.py` to build a small model and take one training step.
 """
@@ -111,16 +111,14 @@ class Attention(nn.Module):
         if self.cfg.clip_qkv:
             qkv = qkv.clamp(-self.cfg.clip_qkv, self.cfg.clip_qkv)
         q, k, v = self.heads(qkv)
-        fused = None if self.cfg.qk_ln else qkv  # q, k and v are views of it, or it is None
         if positions.angles:
             q = rotate(q, *positions.angles)
             k = rotate(k, *positions.angles)
-            fused = None
         if cache is not None:
             k, v = cache.append(layer, k, v)  # all keys so far: Tk >= T
             q = q.to(k.dtype)  # a cache may have a wider dtype than the weights
-            fused = None
-        y = self.attend(q, k, v, positions, fused)
+        are_views = not (self.cfg.qk_ln or positions.angles or cache is not None)
+        y = self.attend(q, k, v, positions, qkv if are_views else None)
         y = y.transpose(1, 2).flatten(2)  # heads side by side
         return self.out_proj(y.to(qkv.dtype))
 
@@ -140,8 +138,8 @@ class Attention(nn.Module):
             q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)
             bias: ALiBi's -slope * (i - j) for query i and key j; -inf if j > i (causal mask)
 
-        attention.py has this in plain PyTorch, and kernels that never store q k^T. fused: what q, k
-        and v are views of, or None; the `triton` kernels write one gradient for all of it.
+        attention.py has this in plain PyTorch, and kernels that never store q k^T. fused: the
+        tensor that q, k and v are views of, or None; `triton` writes one gradient for all of it.
         """
         cfg = self.cfg
         return attention(
@@ -318,9 +316,9 @@ class MPT(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, dtype, pad=None):
         """An empty `KVCache` with room for `max_tokens` positions of each row."""
-        block, *others = self.transformer.blocks  # of this stage
-        n_kv_heads = block.attn.kv_dim // self.cfg.head_dim  # of this tensor rank
-        shape = (1 + len(others), batch_size, n_kv_heads, max_tokens, self.cfg.head_dim)
+        blocks = list(self.transformer.blocks)  # of this stage
+        n_kv_heads = blocks[0].attn.kv_dim // self.cfg.head_dim  # of this tensor rank
+        shape = (len(blocks), batch_size, n_kv_heads, max_tokens, self.cfg.head_dim)
         device = next(self.parameters()).device
         k = torch.empty(shape, device=device, dtype=dtype)
         v = torch.empty(shape, device=device, dtype=dtype)

@@ -10,6 +10,7 @@ the same step. It is an all-reduce between the CPUs, for which no GPU waits.
 """
 
 import collections
+import contextlib
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -36,8 +37,8 @@ class StepConsensus:
 
     stop_signal: int = 0  # stop the run: the number of the signal that a rank received
     save: bool = False  # save now: --save_minutes have passed
-    no_save_running: bool = False  # no rank is still writing a checkpoint
-    no_copy_running: bool = False  # with --remote: no rank is still copying one there
+    all_saved: bool = False  # no rank is still writing a checkpoint
+    all_copied: bool = False  # with --remote: no rank is still copying one there
 
 
 def agree(world, signals, log, cadence, checkpointer, mirror=None) -> StepConsensus:
@@ -70,20 +71,23 @@ def of_all_ranks(world, seconds: float, memory_gb: float) -> tuple[float, int, f
 class Reporter:
     """Reads the figures of each step and logs its row."""
 
-    def __init__(self, log, model_cfg, cfg, world, peak, cadence, checkpointer, timer, first_step):
+    def __init__(self, log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, first_step):
         """peak: FLOP/s of all devices together, or None. first_step: where the run starts."""
         self.log, self.model_cfg, self.cfg = log, model_cfg, cfg
         self.world, self.peak = world, peak
         self.flops_per_token = flops_per_token(model_cfg, cfg)
-        self.cadence, self.timer = cadence, timer
+        self.cadence, self.timer = cadence, guard.straggler_timer
         self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, first_step)
         self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
         self.unread = collections.deque()
-        self.start_clock()
+        self.clock = time.perf_counter()  # when the last step that was read had ended
 
-    def start_clock(self) -> None:
-        """Time the next step from now: what came before is no training."""
-        self.clock = time.perf_counter()
+    @contextlib.contextmanager
+    def paused(self):
+        """What is done in this context is no training: it does not count as a step's time."""
+        begin = time.perf_counter()
+        yield
+        self.clock += time.perf_counter() - begin
 
     def record(self, step: int, figures, agreed: StepConsensus) -> bool:
         """Take the (loss, gradient norm, batch hash) of a step that was just queued, and log the

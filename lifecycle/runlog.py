@@ -100,15 +100,16 @@ class RunLog:
         self.shown_at = -math.inf  # when the last step was printed
         self.ends = collections.deque(maxlen=WINDOW)  # (step, when it ended) of this launch
 
-    def start(self, *args) -> None:
-        """`write_start` on rank 0. A collective."""
-        processes.rank_zero_decides(lambda: self.write_start(*args))
+    def start(self, *args) -> bool:
+        """`write_start` on rank 0, which tells all ranks what it returns. A collective."""
+        return processes.rank_zero_decides(lambda: self.write_start(*args))
 
     def write_start(
         self, model_cfg, cfg, launch: dict, tokenizer_file: Path, first_step: int
-    ) -> None:
+    ) -> bool:
         """Write the settings and this launch; drop the rows of steps that will be repeated.
 
+        Returns whether the rows that stay have an evaluation of the model as it is now.
         OSError or UserError, before anything is changed, if the metrics of an earlier launch cannot
         be read.
         """
@@ -132,6 +133,7 @@ class RunLog:
         command = program.shell(*sys.argv)
         launch = {"command": command, "first_step": first_step, **versions(), **launch}
         add_line(folder / "launches.jsonl", launch)
+        return any(row["step"] == first_step and "loss" not in row for row in kept)
 
     def say(self, text: str) -> None:
         """Print to the console, from rank 0."""

@@ -20,6 +20,7 @@ Run `torchrun --nproc_per_node 2 -m lifecycle.watchdog` to see it name a rank th
 """
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -65,12 +66,23 @@ class Guard(contextlib.ExitStack):
     def watch(self, batches):
         """Yield the same (step, rows); time the wait for each, and record a heartbeat after it."""
         begin = time.perf_counter()
-        for step, rows in batches:
+        for number, (step, rows) in enumerate(batches):
             self.straggler_timer.reading_seconds = time.perf_counter() - begin
             self.watchdog.step = step
+            collect_garbage(number)
             yield step, rows
             self.watchdog.heartbeat()
             begin = time.perf_counter()
+
+
+def collect_garbage(steps_since_start: int, interval: int = 50) -> None:
+    """Every `interval` steps of this launch, on all ranks at the same time; never in between.
+
+    Otherwise Python's garbage collector would stop one rank now and then, and the others wait.
+    """
+    if steps_since_start % interval == 0:
+        gc.disable()
+        gc.collect()
 
 
 class StragglerTimer:

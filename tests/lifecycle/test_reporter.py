@@ -50,7 +50,7 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
         return answers[0]
 
     nothing = (0, False, True)
-    idle = reporter.StepConsensus(0, False, no_save_running=True, no_copy_running=True)
+    idle = reporter.StepConsensus(0, False, all_saved=True, all_copied=True)
     assert answer(agree, nothing) == idle
     assert answer(of_all_ranks, (0.5, 2.0)) == (2.0, 0, 1.0)
     if size > 1:
@@ -132,7 +132,7 @@ class Lagging:
             None,
             self.cadence,
             self.checkpointer,
-            SimpleNamespace(take=lambda: lambda: 0.1),
+            SimpleNamespace(straggler_timer=SimpleNamespace(take=lambda: lambda: 0.1)),
             first_step=0,
         )
         self.reporter.lag = 1
