@@ -371,15 +371,27 @@ def rows(dataset: str):
 def parsed(row):
     """What a row holds: a line of JSON, or None if it is not JSON. A row of the Hub is parsed.
 
-    UserError if a line is not UTF-8.
+    UserError if a line is not UTF-8, or an object has a key twice, of which JSON would keep the
+    last.
     """
     if not isinstance(row, bytes):
         return row
     text = utf8(row, "it")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
+    except UserError:
+        raise
     except (ValueError, RecursionError):
         return None
+
+
+def unique(pairs) -> dict:
+    """The object with these keys and values. UserError if a key occurs twice."""
+    values = {}
+    for key, value in pairs:
+        require(key not in values, f"it has {file_reader.shown(key)} more than once")
+        values[key] = value
+    return values
 
 
 def raw_lines(path: str):
