@@ -22,7 +22,7 @@ import config
 import fsdp_train
 from config import TrainConfig
 from lessons.elastic import steps_done
-from lifecycle import cadence, runlog
+from lifecycle import cadence, runlog, stopping
 
 
 @pytest.fixture
@@ -65,6 +65,32 @@ def test_ctrl_c_saves(flags, tmp_path):
         assert job.wait() == [130]
     assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
     assert "Ctrl-C again exits immediately" in job.log()
+
+
+@contextlib.contextmanager
+def stopped_in_step_4(rank):
+    step = fsdp_train.train_step
+
+    def train_step(*args):
+        if args[3] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args)
+
+    with mock.patch.object(fsdp_train, "train_step", train_step):
+        yield
+
+
+def test_a_stop_does_not_wait_for_an_evaluation(flags, tmp_path):
+    """It may take longer than a scheduler waits. The next start makes up for it."""
+    statuses, evaluated = [], []
+    for fault in (stopped_in_step_4, None):
+        more = ["--max_steps=6", "--eval_interval=2"]
+        with Job(tmp_path, 1, fsdp_train.main, [*flags, *more], fault) as job:
+            statuses += job.wait()
+        rows = runlog.read(tmp_path / "run")
+        evaluated.append([row["step"] for row in rows if "val_loss" in row])
+    assert statuses == [stopping.STATUS[signal.SIGTERM], 0]
+    assert evaluated == [[0, 2], [0, 2, 4, 6]]
 
 
 def test_the_second_ctrl_c(tmp_path):
