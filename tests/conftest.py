@@ -385,7 +385,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def forks():
-    """`forks(words, folder)` runs `python WORDS` of one process, as forks.py says."""
+    """`forks(words, folder, ranks=1)` runs `python WORDS`, as forks.py says."""
     from forks import Forks
 
     forks = Forks(ROOT)

@@ -102,11 +102,13 @@ def same(a: dict, b: dict) -> bool:
 
 def start_server() -> None:
     """Start the process that forks the ranks, unless it runs. Its threads would not be forked."""
-    before = dict(os.environ)
+    before, folder = dict(os.environ), os.getcwd()
+    os.chdir(ROOT)  # not the folder of one test
     os.environ.update(clean_environment(), PYTHONPATH=f"{ROOT}:{ROOT}/tests")
     programs = ["serve", "web.server", "web.worker"] if "serve" in sys.modules else []
     FORKS.set_forkserver_preload([__name__, *programs])
     multiprocessing.forkserver.ensure_running()
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(before)
 

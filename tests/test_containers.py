@@ -115,8 +115,8 @@ def test_the_installing_steps_end_in_a_python_that_trains(tmp_path, image):
     assert run(python, "-c", code, cwd="/").startswith(str(image))
     code = code.replace("torch", "datasets")
     assert run(python, "-c", code, cwd="/").startswith(str(build))
-    assert (build / ".venv/bin/torchrun").exists()
     flags = ["--dataset=text/*.py", *TINY.split()]
     run_dir = [f"--run_dir={tmp_path}/run", f"--data_dir={tmp_path}/data"]
-    run(python, "fsdp_train.py", *flags, *run_dir, cwd=ROOT)
+    torchrun = [str(build / ".venv/bin/torchrun"), "--nproc_per_node=1"]
+    run(*torchrun, "fsdp_train.py", *flags, *run_dir, cwd=ROOT)
     assert (tmp_path / "run/checkpoints/step-3").exists()

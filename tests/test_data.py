@@ -171,9 +171,10 @@ def test_ids_beyond_16_bits(tmp_path):
 # --- max_tokens
 
 
-def test_max_tokens_is_exact(large_text, undisturbed, tmp_path):
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
     """The limit lies inside the second of four chunks; the first chunk is not changed by it."""
-    folder = prepare(settings_for(large_text, tmp_path / "t", max_tokens=5_000_000))
+    folder = prepare(settings_for(large_text, tmp_path / "t", max_tokens=5_000_000), workers)
     assert Split(folder, "train", 64).tokens == read_summary(folder)["train_tokens"] == 5_000_000
     prepared = files(folder)
     bins = {"train-00000.bin", "train-00001.bin", "val-00000.bin", "val-00001.bin"}

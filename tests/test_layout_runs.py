@@ -141,7 +141,7 @@ def figures_at(rows, step, name):
 
 @pytest.mark.slow
 def test_a_run_moves_between_layouts_and_stays_on_the_curve_of_one_process(one, moved):
-    """Losses, norms, evaluations and tasks, whose questions share prefixes in a cache."""
+    """Losses, norms, evaluations and tasks, whose answers share their questions in a cache."""
     run, said = moved
     assert_same_curve(runlog.read(run), one)
     assert sum("icl" in row for row in one) == 5

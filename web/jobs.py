@@ -446,7 +446,7 @@ def estimated_finish(job: Job, metrics: Metrics) -> int | None:
     if not seconds:
         return None
     left = (n_steps - rows[-1]["step"]) * statistics.median(seconds)
-    return int(time.time() + left)
+    return int(time.time() + left) if math.isfinite(left) else None
 
 
 def events_of(job: Job, metrics: Metrics) -> list[dict]:
@@ -467,6 +467,7 @@ def events_of(job: Job, metrics: Metrics) -> list[dict]:
             "created_at": int(seconds),
         }
         for seconds, event in timed
+        if math.isfinite(seconds)
     ]
 
 
@@ -484,7 +485,8 @@ def metric_events(job: Job, metrics: Metrics) -> list[tuple[float, dict]]:
     for row in rows:
         for first_step in [first for first in starts if row["step"] > first or row["step"] == 0]:
             seconds = max(seconds, unix_seconds(starts.pop(first_step)))
-        seconds += row.get("seconds", 0.0)
+        passed = row.get("seconds", 0.0)
+        seconds += passed if math.isfinite(passed) else 0.0
         for column, name, words in (
             ("loss", "train_loss", "training loss"),
             ("val_loss", "valid_loss", "held-out loss"),
@@ -497,9 +499,12 @@ def metric_events(job: Job, metrics: Metrics) -> list[tuple[float, dict]]:
     return events
 
 
-def unix_seconds(text: str) -> float:
-    """A time as launches.jsonl has it, in Unix seconds."""
-    return datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+def unix_seconds(text) -> float:
+    """A time as launches.jsonl has it, in Unix seconds; 0 if it is none."""
+    try:
+        return datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def checkpoints_of(job: Job, metrics: Metrics) -> list[dict]:

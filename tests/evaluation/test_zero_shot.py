@@ -309,6 +309,30 @@ def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
     assert json.loads(out.read_text())["tasks"]["mc"]["digest"] != later["mc"]["digest"]
 
 
+def dies_in(world, name, *argv):
+    """The program, which ends with an error in the task of this name."""
+    real = zero_shot.evaluate
+
+    def evaluate(model, tokenizer, tasks, *more, **how):
+        if tasks[0].name == name:
+            raise RuntimeError(name)
+        return real(model, tokenizer, tasks, *more, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_shot, "evaluate", evaluate)
+        with pytest.raises(RuntimeError):
+            program(world, *argv)
+
+
+def test_tasks_before_an_interruption_are_saved(run, files, ranks, tmp_path):
+    out = tmp_path / "results.json"
+    argv = [str(run / "run"), f"--data={files}", f"--out={out}", "--tasks=mc.jsonl,text.txt"]
+    ranks(2)(dies_in, "text", *argv)
+    assert list(json.loads(out.read_text())["tasks"]) == ["mc"]
+    ranks(2)(program, *argv)
+    assert list(json.loads(out.read_text())["tasks"]) == ["mc", "text"]
+
+
 def test_results_of_another_model_are_not_mixed(tmp_path):
     out = tmp_path / "results.json"
     settings = {"weights": "abc", "precision": "fp32", "ids": "f00"}

@@ -110,11 +110,11 @@ def test_the_second_ctrl_c(tmp_path):
 
 @contextlib.contextmanager
 def a_second_a_step(rank):
-    """As the clock for saving has it."""
+    """As the clock for saving has it; that of rank 1 is twice as fast."""
     step, clock = fsdp_train.train_step, SimpleNamespace(now=0)
 
     def train_step(*args):
-        clock.now += 1
+        clock.now += 1 + rank
         return step(*args)
 
     slow = mock.patch.object(fsdp_train, "train_step", train_step)
@@ -125,13 +125,13 @@ def a_second_a_step(rank):
 
 @pytest.mark.slow
 def test_saving_by_the_clock(ranks, flags, tmp_path):
-    """Every 3 s by --save_minutes, at the same step on both ranks, and every 10 steps."""
+    """After 3 s on any rank by --save_minutes, at the same step on both, and every 10 steps."""
     more = ["--max_steps=20", "--save_interval=10", "--save_minutes=0.05", "--keep_last=1000"]
     answers = ranks(2)(train_here, [*flags, *more], a_second_a_step)
     assert [status for status, *_ in answers] == [0, 0]
     saved = [int(path.name[5:]) for path in checkpoint.complete(tmp_path / "run/checkpoints")]
     assert {10, 20} < set(saved)
-    assert all(b - a >= 3 or b % 10 == 0 for a, b in itertools.pairwise([0, *saved]))
+    assert max(b - a for a, b in itertools.pairwise([0, *saved])) <= 3
 
 
 # -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TrainConfig
-from text import chat
+from text import chat, corpus
 from text import tokenizer as tokenizers
 from text.chat import RowFormat, Template, Turn, load_template, make_rows, turns_of
 
@@ -74,6 +74,8 @@ BAD = {  # a line of a file -> what is said of it
     '{"prompt": "a", "response": null}': "it has 'prompt'; expected prompt and one of",
     '{"text": "a"}': "it has 'text'; expected prompt and one of",
     '{"prompt": "a", "response": "b", "completion": "c"}': "it has 'completion', 'prompt', 'resp",
+    '{"prompt": "a", "response": "b", "response": "c"}': "it has 'response' more than once",
+    '{"messages": [{"role": "user", "content": "a", "role": "b"}]}': "it has 'role' more than once",
     '{"prompt": 1, "response": "b"}': "prompt is 1, expected text",
     '{"prompt": "a", "completion": ["b"]}': "completion is list, expected text",
     '{"prompt": "a", "response": "b", "weight": 0.5}': "it has weight 0.5, expected 0 or 1",
@@ -101,6 +103,28 @@ def test_a_bad_line_is_named_with_its_file_number_and_fault(tmp_path):
         message = refusal(read, path)
         assert message.startswith(f"examples that cannot be used: {path}, line 2: {fault}")
     assert "set --dataset='my/*.jsonl'" in refusal(read, "stdlib")
+
+
+@pytest.mark.slow
+def test_rows_of_the_hub(tmp_path, monkeypatch):
+    """A local folder laid out as on the Hub: `datasets` fills fields that a row lacks with null."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner/name").mkdir(parents=True)
+    weighted = {**ANSWER, "weight": 1}
+    write_lines(
+        tmp_path / "owner/name/train.jsonl",
+        {"messages": [USER, weighted], "category": "x"},
+        {"messages": [{"role": "system", "content": "s"}, USER, ANSWER], "category": "y"},
+        {"messages": [USER, USER, ANSWER], "category": "y"},
+    )
+    fault = "owner/name:default, row 3: message 2 is of user again"
+    assert fault in refusal(read, "owner/name:default")
+    rows = [row for _, row in corpus.rows("owner/name:default")][:2]
+    first, second = (turns_of(row, CHATML)[0] for row in rows)
+    assert (first.learn, second.learn) == (1, None)
+    assert second.read.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
 
 
 @pytest.mark.parametrize("n_bad, named, more", [(20, 20, False), (50, 20, True)])

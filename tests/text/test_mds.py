@@ -182,6 +182,16 @@ def test_the_tokenizer_must_be_the_one_that_made_the_ids(settings, copy, capfd, 
     assert f"in tokens of bytes: {begin!r}" in capfd.readouterr().err
 
 
+def test_a_changed_shard_makes_other_tokens(settings, copy):
+    folder = copy("raw")
+    before = prepare(settings(folder))
+    tokens = [path.read_bytes() for path in shard_files(before)]
+    shutil.rmtree(folder)
+    shutil.copytree(HERE / "int32", folder)
+    prepare(settings(folder))
+    assert [path.read_bytes() for path in shard_files(before)] != tokens
+
+
 def test_one_shard_at_a_time_is_in_memory(tmp_path):
     n_bytes = 4 * 2**20
     rows = np.zeros((n_bytes // 4096, 1024), "<i4")

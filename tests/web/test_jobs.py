@@ -1,6 +1,7 @@
 """Finetuning jobs: each is done once, whatever is killed, or fails and says why in its events."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -129,6 +130,34 @@ def test_a_damaged_job_is_shown_as_such(tmp_path, file, content):
     assert status(client, job_id) == ("failed" if is_lost else "queued")
     for end in ("", f"/{job_id}/events", f"/{job_id}/checkpoints"):
         assert client.get(JOBS + end).status_code == 200
+
+
+STRANGE = [  # a file of a job or of its run, what is in it
+    ("job.json", {"hyperparameters": {"n_epochs": math.nan}, "model": "\ud800"}),
+    ("job.json", {"metadata": {"\ud800": math.inf}}),
+    ("state.json", {"status": "failed", "finished_at": math.nan, "error": "\ud800"}),
+    ("state.json", {"status": "succeeded", "trained_tokens": math.inf}),
+    ("events.jsonl", {"created_at": math.inf, "level": "info", "message": "x"}),
+    ("events.jsonl", {"created_at": 1, "level": "\ud800", "message": "\ud800"}),
+    ("metrics.jsonl", {"step": 1, "loss": 1.0, "seconds": math.nan}),
+    ("launches.jsonl", {"time": 5}),
+]
+
+
+@pytest.mark.parametrize("file, values", STRANGE)
+def test_strange_values_in_a_job_are_no_failure(tmp_path, file, values):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    job = Job(tmp_path / "jobs/jobs" / job_id)
+    job.run_dir.mkdir()
+    (job.run_dir / "config.json").write_text('{"max_steps": 9}')
+    (job.run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "seconds": 1.0}\n')
+    folder = job.run_dir if file in ("metrics.jsonl", "launches.jsonl") else job.folder
+    same = {"job.json": job.asked, "state.json": jobs.NEW_STATE}.get(file, {})
+    (folder / file).write_text(json.dumps(same | values) + "\n")
+    for end in ("", f"/{job_id}", f"/{job_id}/events", f"/{job_id}/checkpoints"):
+        answer = client.get(JOBS + end)
+        assert answer.status_code == 200 and "NaN" not in answer.text, answer.text
 
 
 def test_what_is_no_job_hides_no_job(tmp_path):
