@@ -358,7 +358,7 @@ class TrainConfig:
         names_folder = folder.strip() and folder.isprintable()
         require(
             names_folder and (os.path.isdir(folder) or not os.path.exists(folder)),
-            f"run_dir is {shown(folder)}, expected the name of a folder, such as runs/NAME",
+            f"run_dir is {shown(folder)}, expected a folder, not a file, such as runs/NAME",
         )
         listed("track", self.track, TRACKERS)
         listed("lora_train", self.lora_train, EXTRA_PARTS)

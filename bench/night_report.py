@@ -34,6 +34,8 @@ UNKNOWN = "n/a"
 
 # --- The machine
 
+STATE = {"number": int, "stage": str, "status": str, "seconds": float, "command": str}
+
 
 def facts() -> dict:
     """The contents of facts.json."""
@@ -90,7 +92,7 @@ def state_path(folder: Path, stage: str) -> Path:
 def read_states(folder: Path) -> list[dict]:
     """The state of each stage that the night has come to, in order. UserError if one is damaged."""
     paths = (folder / "stages").glob("*.json")
-    states = [files.read_json(path, fix="delete it") for path in paths]
+    states = [files.read_json(path, fields=STATE, fix="delete it") for path in paths]
     return sorted(states, key=lambda state: state["number"])
 
 

@@ -52,7 +52,7 @@ class Cadence:
         return self.is_last(done) or (done > 0 and any(done % every == 0 for every in intervals))
 
     def must_save(self, done: int, agreed, is_bad: bool) -> bool:
-        """Save now? agreed: the StepConsensus after this step. is_bad: it changed nothing.
+        """Save now? agreed: the StepConsensus after this step. is_bad: the step changed nothing.
 
         After a bad step the older checkpoints are worth more than a new one, unless the run ends.
         """

@@ -125,7 +125,8 @@ class RunLog:
             files.write_atomically(folder / "tokenizer.json", tokenizer_file.read_bytes())
         if bad:
             copy = keep_damaged(self.path)
-            self.say(f"{damaged_lines(self.path, bad)}. The original file is kept as {copy.name}")
+            faults = damaged_lines(self.path, len(bad), bad[0])
+            self.say(f"{faults}. The original file is kept as {copy.name}")
         kept = [row for row in rows if row["step"] <= first_step] if first_step else []
         files.write_atomically(self.path, b"".join(map(json_line, kept)))
         self.size = self.path.stat().st_size
@@ -354,10 +355,10 @@ def fault(row: dict) -> str:
     return ""
 
 
-def damaged_lines(path: Path, bad: list[str]) -> str:
-    """How many lines of a file are damaged, and what the first one's fault is."""
-    lines = "1 damaged line is" if len(bad) == 1 else f"{len(bad)} damaged lines are"
-    return f"{path}: {lines} left out, the first: {bad[0]}"
+def damaged_lines(path: Path, n_bad: int, first: str) -> str:
+    """How many lines of a file are damaged, and what is wrong with the first one."""
+    lines = "1 damaged line is" if n_bad == 1 else f"{n_bad} damaged lines are"
+    return f"{path}: {lines} left out, the first: {first}"
 
 
 def read_launches(run_dir) -> list[dict]:
@@ -437,7 +438,7 @@ def summary(run_dir: str, expect: str = "") -> str:
     if expect:
         lines.append(f"to expect: {expect}")
     if bad:
-        lines.append(damaged_lines(Path(run_dir) / "metrics.jsonl", bad))
+        lines.append(damaged_lines(Path(run_dir) / "metrics.jsonl", len(bad), bad[0]))
     return "\n".join(lines)
 
 

@@ -10,7 +10,8 @@ fails is one line in the output of the run, and is tried again every minute.
 A tracker gets each step once, whatever was killed, and a run that resumes goes on with its curve:
 the record keeps the name of the curve and the last step that was sent. Steps that a run repeats
 after it went back to a checkpoint are not sent again; metrics.jsonl has the figures that count. A
-step is sent as a whole, with its evaluation: when a later one has begun or its checkpoint is there.
+step is sent as a whole, with its evaluation: when a later one has begun, or its checkpoint is there
+and no evaluation is missing, as after a stop.
 
 The libraries' own variables say where the curves go: WANDB_API_KEY, WANDB_PROJECT,
 WANDB_MODE=offline; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME; TRACKIO_SPACE_ID. TensorBoard's
@@ -37,7 +38,8 @@ from pathlib import Path
 
 import config
 import program
-from config import TRACKERS
+from config import TRACKERS, TrainConfig
+from lifecycle.cadence import Cadence
 from program import UserError, require
 from storage import files
 
@@ -124,8 +126,20 @@ class Steps:
         self.read()
         self.found = {step: self.found[step] for step in sorted(self.found) if step > last}
         newest = max(self.found, default=0)
-        whole = (self.run / "checkpoints" / f"step-{newest}").is_dir()
-        return [item for item in self.found.items() if item[0] < newest or whole]
+        is_saved = (self.run / "checkpoints" / f"step-{newest}").is_dir()
+        is_whole = is_saved and not self.lacks_evaluation(newest)
+        return [item for item in self.found.items() if item[0] < newest or is_whole]
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether an evaluation after this step is due and not there yet."""
+        settings = files.read_json(self.run / "config.json")
+        intervals = ("max_steps", "eval_interval", "icl_interval")
+        known = {name: settings[name] for name in intervals if name in settings}
+        cadence = Cadence(TrainConfig(**known))
+        names = self.found.get(step, {})
+        lacks_loss = cadence.evaluation_due(step) and "val_loss" not in names
+        has_tasks = any(name.startswith("icl/") for name in names)
+        return lacks_loss or (cadence.tasks_due(step) and not has_tasks)
 
     def read(self) -> None:
         """Read the lines that are new; all of them if the file is another one."""

@@ -219,8 +219,11 @@ class Tail:
             if not is_same:
                 file.seek(0)
                 self.offset, self.before = 0, b""
-            lines, newline, _ = file.read(n_bytes).rpartition(b"\n")
-        lines += newline
+            content = file.read(n_bytes)
+        end = content.rfind(b"\n") + 1
+        if not end and len(content) == n_bytes:
+            end = n_bytes  # no line is that long: it is damaged
+        lines = content[:end]
         self.inode, self.size = status.st_ino, status.st_size
         self.offset += len(lines)
         self.before = (self.before + lines)[-64:]

@@ -295,8 +295,8 @@ CONTRADICTIONS = {
     "--run_dir=": "run_dir is ''",
     "--run_dir=\t": "run_dir is '\\t'",
     "--run_dir=a\0b": r"run_dir is 'a\x00b'",
-    f"--run_dir={__file__}": "expected the name of a folder",
-    "--run_dir=/dev/null": "expected the name of a folder",
+    f"--run_dir={__file__}": "expected a folder",
+    "--run_dir=/dev/null": "expected a folder",
     "--packing=False": "packing sets nothing for plain text",
     "--target_responses=all": "target_responses sets nothing for plain text",
     # The layers of other people's models.

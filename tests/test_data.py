@@ -400,6 +400,7 @@ def test_a_header_that_cannot_be_is_named(tmp_path):
         ("tokens", 2**62),
         ("tokens", 10**4000),
         ("vocab_size", "257"),
+        ("text_bytes", 0),
         ("format", "other"),
     ):
         changed = json.dumps(header | {name: value}).encode()

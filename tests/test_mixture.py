@@ -179,9 +179,9 @@ BAD = {
     "a 0.5 x.txt | a 0.5 y.txt": "two sources of one name, a and a: rename one of them",
     "Web 0.5 x.txt | web 0.5 y.txt": "one name, Web and web: rename one of them",
     "a 0.5 x.txt | b 0.5 x.txt": "'x.txt' twice, as a and b: name it once, with both shares",
-    "a 0.5 x.txt | b 0.4 y.txt": "add up to 0.9: change them to make 1",
-    "a 0.9 x.txt | b 0.9 y.txt | c 0.2 z": "add up to 2: change them",
-    "a 0.5 x.txt": "add up to 0.5: change them",
+    "a 0.5 x.txt | b 0.4 y.txt": "add up to 0.9, not 1: change them",
+    "a 0.9 x.txt | b 0.9 y.txt | c 0.2 z": "add up to 2, not 1: change them",
+    "a 0.5 x.txt": "add up to 0.5, not 1: change them",
 }
 
 

@@ -196,9 +196,11 @@ def require_one_kind(dataset: str, paths: list[str]) -> None:
         "other text": [path for path in paths if suffix_of(path) in set(SUFFIXES) - set(TABLES)],
     }
     first = {kind: found[0] for kind, found in kinds.items() if found}
-    folder = os.path.join(dataset, "**") if os.path.isdir(dataset) else os.path.dirname(dataset)
-    suffixes = [os.path.splitext(path)[1] for path in first.values()]
-    flags = [shell(f"--dataset={os.path.join(folder, '*' + suffix)}") for suffix in suffixes]
+    flags = []
+    for path in first.values():
+        folder = os.path.join(dataset, "**") if os.path.isdir(dataset) else os.path.dirname(path)
+        pattern = os.path.join(folder, "*" + os.path.splitext(path)[1])
+        flags.append(shell(f"--dataset={pattern}"))
     require(
         len(first) <= 1,
         f"dataset={dataset!r} holds "
@@ -297,6 +299,8 @@ def parquet_documents(path: str):
             columns = {field.name: str(field.type) for field in table.schema_arrow}
             has_text = columns.get("text") in ("string", "large_string", "string_view")
             require(has_text, f"{path} has no column 'text' of strings, only {columns}")
+            # A text that the file stores once and repeats a million times stays one text in memory.
+            table = pyarrow.parquet.ParquetFile(file, read_dictionary=["text"])
             for batch in table.iter_batches(columns=["text"]):
                 for text in batch.column(0):
                     yield text.as_py()
@@ -429,8 +433,22 @@ def decoded(raw: bytes, path: str, offset: int = 0) -> str:
     try:
         return utf8(text, path, offset + len(raw) - len(text))
     except UserError as error:
-        likely = "UTF-16LE" if raw.count(b"\0") > len(raw) / 4 else "LATIN1"
-        raise UserError(f"{error}: if it is {likely}, with {conversion(path, likely)}") from error
+        likely = likely_encoding(raw)
+        fix = f"convert it; if it is {likely}, with {conversion(path, likely)}"
+        if likely == "UTF-8":
+            fix = "remove its zero bytes, with " + filtered(path, r"tr -d '\000'")
+        raise UserError(f"{error}: {fix}") from error
+
+
+def likely_encoding(raw: bytes) -> str:
+    """What bytes that are not UTF-8, or have zeros, most likely are. UTF-8: only the zeros are odd.
+
+    Of most letters in UTF-16, one of the two bytes is zero.
+    """
+    even, odd = raw[::2].count(0), raw[1::2].count(0)
+    if even + odd > len(raw) / 4:
+        return "UTF-16BE" if even > odd else "UTF-16LE"
+    return "UTF-8" if even + odd else "LATIN1"
 
 
 def without_mark(raw: bytes, path: str) -> bytes:
@@ -445,8 +463,13 @@ def without_mark(raw: bytes, path: str) -> bytes:
 
 def conversion(path: str, encoding: str) -> str:
     """The shell command that converts a file to UTF-8."""
+    return filtered(path, f"iconv -f {encoding} -t UTF-8")
+
+
+def filtered(path: str, command: str) -> str:
+    """The shell command that changes a file by a filter."""
     old, new = shell(path), shell(f"{path}.new")
-    return f"iconv -f {encoding} -t UTF-8 < {old} > {new} && mv {new} {old}"
+    return f"{command} < {old} > {new} && mv {new} {old}"
 
 
 def utf8(raw: bytes, name: str, offset: int = 0) -> str:

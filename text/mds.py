@@ -22,6 +22,7 @@ Run `python -m text.mds FOLDER/index.json` to list its shards and check them.
 import functools
 import hashlib
 import json
+import os
 import re
 import struct
 import sys
@@ -253,9 +254,12 @@ def columns(shard: IndexedShard):
 def content_of(shard: IndexedShard):
     """The content of a shard, decompressed, its sizes and hashes checked."""
     is_raw = shard.path == shard.raw
+    about = shard.about["raw_data" if is_raw else "zip_data"]
     with files.open_regular(shard.path) as file:
+        size = os.fstat(file.fileno()).st_size
+        shard.require(size == about["bytes"], f"{size:,} bytes instead of {about['bytes']:,}")
         content = file.read()
-    check(shard, content, shard.about["raw_data" if is_raw else "zip_data"])
+    check(shard, content, about)
     if not is_raw:
         content = decompressed(shard, content)
         check(shard, content, shard.about["raw_data"])

@@ -41,7 +41,7 @@ def sources(mix: list[str]) -> list[Source]:
             "name it once, with both shares together",
         )
     total = round(sum(source.share for source in found), 4)
-    require(not mix or total == 1, f"the shares of mix add up to {total:g}: change them to make 1")
+    require(not mix or total == 1, f"the shares of mix add up to {total:g}, not 1: change them")
     return found
 
 

@@ -397,7 +397,7 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0, source: st
     folder = recipe.folder
     require(
         not recipe.store,
-        f"{folder} lacks what is asked for, and it cannot be made there: prepare a folder and "
+        f"{folder} lacks what is asked for, and a store cannot be written to: prepare a folder and "
         f"copy its files there: {recipe.command()}",
     )
     if is_made(recipe, read_summary(folder)):

@@ -73,7 +73,12 @@ class Shard:
         if self.header["dtype"] == "int32":
             files.parse_json(header_text, str(path), dict, ROWS, FIX)
 
+        for name in [*COUNTS, *ROWS]:
+            count = self.header.get(name, 0)
+            self.require(0 <= count < 2**48, f"{name!r} is {count}")
         tokens = self.header["tokens"]
+        has_text = tokens == 0 or self.header["text_bytes"] > 0
+        self.require(has_text, "its header has tokens but no text")
         self.dtype = np.dtype(self.header["dtype"])
         fits = size == HEADER_BYTES + tokens * self.dtype.itemsize
         self.require(fits, f"{size:,} bytes do not fit its header")

@@ -136,7 +136,7 @@ class Job:
         """Add a line to events.jsonl. Several processes may do so at the same time."""
         event = {"created_at": time.time(), "level": level, "message": message}
         line = json.dumps(event).encode() + b"\n"
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         file = os.open(self.folder / "events.jsonl", flags, 0o644)
         try:
             size = os.fstat(file).st_size

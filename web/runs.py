@@ -559,7 +559,7 @@ class Columns:
         self.steps = array("q")
         self.values = {name: array("f") for name in CURVES}  # NaN where a row has none
         self.vals = []  # (step, validation loss)
-        self.faults = []  # what is wrong with the lines that are damaged
+        self.n_bad, self.first_bad = 0, ""  # lines that are damaged, and what is wrong with one
 
     @property
     def problem(self) -> str | None:
@@ -569,8 +569,8 @@ class Columns:
         if self.tail.size - self.tail.offset > CHUNK:
             share = self.tail.offset / self.tail.size
             return f"{share:.0%} of metrics.jsonl have been read: ask again"
-        if self.faults:
-            return runlog.damaged_lines(Path("metrics.jsonl"), self.faults)
+        if self.n_bad:
+            return runlog.damaged_lines(Path("metrics.jsonl"), self.n_bad, self.first_bad)
         return None
 
     def read(self, deadline: float) -> None:
@@ -596,7 +596,8 @@ class Columns:
     def add_row(self, row: dict, fault: str) -> None:
         """Add a row, or note what is wrong with it."""
         if fault:
-            self.faults.append(fault)
+            self.n_bad += 1
+            self.first_bad = self.first_bad or fault
         if "loss" in row:
             self.steps.append(row["step"])
             for name in CURVES:

@@ -132,7 +132,7 @@ def record_of(run_dir: Path) -> Record:
         tokens_per_second=median("tokens_per_second"),
         mfu=median("mfu"),
         scores=scores_of(tasks[-1] if tasks else {}) | results_in(run_dir),
-        problem=runlog.damaged_lines(Path("metrics.jsonl"), bad) if bad else None,
+        problem=runlog.damaged_lines(Path("metrics.jsonl"), len(bad), bad[0]) if bad else None,
     )
 
 

@@ -235,6 +235,17 @@ def test_a_step_is_sent_with_its_evaluation(run):
     assert steps.above(1) == [(2, {"loss": 5})]
 
 
+def test_a_step_waits_for_the_evaluation_that_a_stop_has_left_to_the_next_start(run):
+    (run / "config.json").write_text(json.dumps(SETTINGS | {"eval_interval": 2}))
+    rows = [{"step": 1, "loss": 6}, {"step": 2, "loss": 5}]
+    write_lines(run / "metrics.jsonl", *rows)
+    (run / "checkpoints" / "step-2").mkdir(parents=True)
+    steps = Steps(run)
+    assert steps.above(-1) == [(1, {"loss": 6})]
+    write_lines(run / "metrics.jsonl", *rows, {"step": 2, "val_loss": 4})
+    assert steps.above(1) == [(2, {"loss": 5, "val_loss": 4})]
+
+
 # --- What goes wrong
 
 

@@ -216,3 +216,17 @@ def test_a_lock_names_its_owner_and_ends_with_it(tmp_path, capfd):
     assert said == f"it is held by process {holder.pid} on {platform.node()}: waiting\n"
     assert is_locked and content == f"process {os.getpid()} on {platform.node()}".encode()
     assert path.read_bytes() == b""
+
+
+def test_a_tail_goes_on_behind_what_has_no_line_breaks(tmp_path):
+    """As zeros after a power cut. Lines that are complete come once, in pieces or all together."""
+    path = tmp_path / "rows"
+    path.write_bytes(b"a\nb\n" + bytes(25) + b"\nc\nd")
+    tail = files.Tail(path)
+    pieces = []
+    while not pieces or pieces[-1]:
+        pieces.append(tail.read(10)[1])
+    assert b"".join(pieces) == b"a\nb\n" + bytes(25) + b"\nc\n" == files.Tail(path).read()[1]
+    with path.open("ab") as file:
+        file.write(b"e\n")
+    assert tail.read(10) == (False, b"de\n")
