@@ -10,7 +10,7 @@ Nothing in here communicates: parallel.py adds activation checkpointing, compila
 from outside, tensor_parallel.py and pipeline.py cut the model. Names in the state dict are those of
 Hugging Face's MPT, so its weights load as they are.
 
-Run `python model.py` to build a small model and take one training step.
+Run `python model.py` to build a small model and compute a loss and its gradients.
 """
 
 import hashlib
