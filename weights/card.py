@@ -310,13 +310,16 @@ def of(settings: dict, names: str) -> list:
 
 
 def shown(value) -> str:
-    """A setting as text. Of a path that begins at the root, only the end."""
+    """A setting as text. Of a path that begins at the root, only the end. No setting is nested."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not set"}[value]
     if isinstance(value, int) and abs(value) < 10**300:  # a larger one is no float
         return f"{value:,}" if abs(value) < 10**15 else f"{value:.4g}"
     if isinstance(value, list):
-        return "; ".join(map(shown, value))[:1000]
+        parts = ["..." if isinstance(part, list) else shown(part) for part in value]
+        return "; ".join(parts)[:1000]
+    if isinstance(value, dict):
+        return "..."
     if isinstance(value, str):
         words = [last_part(word) if word.startswith("/") else word for word in value.split(" ")]
         return " ".join(words)[:500]
