@@ -67,8 +67,7 @@ def main(argv) -> None:
     # where to begin: at the newest sound checkpoint, or at step 0
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
     if start.step >= cfg.max_steps:
-        with lease:
-            return say_finished(start, model_cfg, cfg, world)
+        return say_finished(lease, start, model_cfg, cfg, world)
     # now what was left open is settled: from here on, cfg says what the run really does
     cfg, precision, cadence = resolve_auto(model_cfg, cfg, world, start)
     log = runlog.RunLog(cfg, world.global_rank)
@@ -81,35 +80,31 @@ def main(argv) -> None:
     model.separator = dataset.separator
     checkpointer = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last, cfg.keep_every)
     base = load_weights(start, cfg, model, optimizer)  # what adapters are put on, if there are any
-    settings = {**asdict(model_cfg), **asdict(cfg), **base, "precision": precision}
-    settings["data_fingerprint"] = dataset.fingerprint
+    settings = settings_to_save(model_cfg, cfg, base, precision, dataset.fingerprint)
     warn_if_slow(optimizer, log)
 
     # the record of the run, and what protects it
     launch = runlog.launch_record(cfg, world, precision, start.checkpoint, dataset.epoch_tokens)
     is_evaluated = log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
     guard = make_guard(signals, lease, model, model_cfg, cfg, world, precision, checkpointer, start)
-    report = Reporter(log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, start.step)
 
     # the loop
     with guard:
         if not is_evaluated:  # a new run, or one that was stopped before it was evaluated
-            with report.paused():
-                evaluator.log_what_is_due(start.step, model, cadence, log)
+            evaluator.log_what_is_due(start.step, model, cadence, log)
+        report = Reporter(log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, start)
         batches = dataset.batches(cadence.steps_from(start.step), cfg, world)
         for step, rows in guard.watch(batches):  # a rank that hangs is named
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
             agreed = reporter.agree(world, signals, log, cadence, checkpointer, lease.mirror)
-            # A GPU's figures are read one step late, unless something is due after this step.
             is_bad = report.record(step, figures, agreed)
             publish_what_is_written(agreed, checkpointer, lease)
             with report.paused():
                 if cadence.must_save(done, agreed, is_bad):  # a stop signal asks for a save, too
                     checkpointer.save(done, model, optimizer, settings)
                     cadence.start_save_clock()
-                # Before an evaluation, which may outlast the time until SIGKILL.
-                if agreed.stop_signal and not cadence.is_last(done):
+                if agreed.stop_signal and not cadence.is_last(done):  # before a long evaluation
                     stopping.leave(agreed.stop_signal, checkpointer, log)
                 evaluator.log_what_is_due(done, model, cadence, log)
         checkpointer.finish()
@@ -415,12 +410,19 @@ def find_base(start: resume.Start, cfg: TrainConfig) -> dict:
     return processes.rank_zero_decides(partial(load.base_of, start.init_from, start.meta, fix))
 
 
-def say_finished(start: resume.Start, model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
+def settings_to_save(model_cfg: MPTConfig, cfg: TrainConfig, base: dict, precision, fingerprint):
+    """What each checkpoint says of its run. base: see `load_weights`; fingerprint: of the data."""
+    settings = {**asdict(model_cfg), **asdict(cfg), **base}
+    return settings | {"precision": precision, "data_fingerprint": fingerprint}
+
+
+def say_finished(lease: Lease, start: resume.Start, model_cfg, cfg: TrainConfig, world) -> None:
     """Say that the run has all its steps. UserError if cfg would have made another run."""
-    find_base(start, cfg)  # UserError if --init_from is not its base any more
-    line = resume.finished(start, model_cfg, cfg)
-    if world.global_rank == 0:
-        print(line, flush=True)
+    with lease:
+        find_base(start, cfg)  # UserError if --init_from is not its base any more
+        line = resume.finished(start, model_cfg, cfg)
+        if world.global_rank == 0:
+            print(line, flush=True)
 
 
 def warn_if_slow(optimizer, log) -> None:

@@ -71,13 +71,13 @@ def of_all_ranks(world, seconds: float, memory_gb: float) -> tuple[float, int, f
 class Reporter:
     """Reads the figures of each step and logs its row."""
 
-    def __init__(self, log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, first_step):
-        """peak: FLOP/s of all devices together, or None. first_step: where the run starts."""
+    def __init__(self, log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, start):
+        """peak: FLOP/s of all devices together, or None. start: a `resume.Start`."""
         self.log, self.model_cfg, self.cfg = log, model_cfg, cfg
         self.world, self.peak = world, peak
         self.flops_per_token = flops_per_token(model_cfg, cfg)
         self.cadence, self.timer = cadence, guard.straggler_timer
-        self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, first_step)
+        self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, start.step)
         self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
         self.unread = collections.deque()
         self.clock = time.perf_counter()  # when the last step that was read had ended
@@ -91,7 +91,8 @@ class Reporter:
 
     def record(self, step: int, figures, agreed: StepConsensus) -> bool:
         """Take the (loss, gradient norm, batch hash) of a step that was just queued, and log the
-        steps whose turn it is: this one, too, if something follows it. A collective.
+        steps whose turn it is. A GPU's figures are read one step late, unless a save or an
+        evaluation follows. A collective.
 
         Returns whether the last step that was read is bad. UserError after too many bad steps.
         """

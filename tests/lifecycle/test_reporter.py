@@ -133,7 +133,7 @@ class Lagging:
             self.cadence,
             self.checkpointer,
             SimpleNamespace(straggler_timer=SimpleNamespace(take=lambda: lambda: 0.1)),
-            first_step=0,
+            SimpleNamespace(step=0),
         )
         self.reporter.lag = 1
 
