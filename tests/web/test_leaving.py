@@ -317,9 +317,9 @@ def test_a_second_signal_ends_at_once(folder):
 
 
 def test_a_third_signal_ends_even_what_hangs(folder):
-    served = Served(folder, "--rows=1", f"--drain_seconds={PATIENCE}", "--max_tokens=4096")
+    served = Served(folder, "--rows=1", f"--drain_seconds={PATIENCE}", "--max_requests=2000")
     with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
-        client.sendall(message({**LONG, "max_tokens": 4000, "n": 1, "stream": True}))
+        client.sendall(message({**LONG, "n": 128, "stream": True}))
         wait_for(lambda: served.health()["running"])
         for _ in range(3):
             served.process.send_signal(signal.SIGTERM)
