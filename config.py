@@ -78,7 +78,7 @@ RANGES = {
         (0, 2**24, "context window document"),
         (1e-6, 10**9, "matmul_tflops memory_gbs collectives_gbs latency_us"),
         # Benchmarks.
-        (1, 10**6, "rounds turns steps grad_accum texts streams new_tokens runs chosen"),
+        (1, 10**6, "rounds turns steps grad_accum texts streams new_tokens"),
         (1, 10**4, "threads"),
         (1e-6, 10**4, "seconds minutes"),
     ]

@@ -207,7 +207,6 @@ ELSEWHERE = {
     "python fsdp_train.py configs/demo.py --dataset='my/*.txt' --tokenizer=bpe-4096 "
     "--data_dir=s3://bucket/my": STORED,
     "python -m bench serve": "test_the_benchmark_of_the_server below",
-    "python -m bench page": "test_the_benchmark_of_the_page below",
     "python -m bench first_night": "tests/bench/test_bench_first_night.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
     "python -m planning.calibrate results.csv machine.json --save=mine.json": "it refuses a CPU",
@@ -280,15 +279,6 @@ def test_a_server_answers_its_own_example(command, copy, runs):
 @pytest.mark.slow
 def test_the_benchmark_of_the_server(perform):
     assert "engine, 2 rows" in perform("python -m bench serve --texts=2 --turns=1 --rows=2")
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_the_page(perform):
-    pytest.importorskip("playwright", reason="needs playwright: see requirements-dev.txt")
-    if not shutil.which("chromium"):
-        pytest.skip("needs the program chromium: apt-get install chromium")
-    printed = perform("python -m bench page --runs=2 --steps=20 --chosen=2")
-    assert "2 curves chosen and drawn" in printed
 
 
 def test_the_chat_prompt_of_a_page_is_what_training_reads():

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,12 @@ uvicorn = pytest.importorskip("uvicorn")
 
 from finetuning import end_trainings, lines  # noqa: E402
 
-from bench.page import FLAGS, write_run  # noqa: E402
+from config import MPTConfig, TrainConfig  # noqa: E402
 from web import app, worker  # noqa: E402
 
 MS = 1000 * PATIENCE
 LOOKS = [((1280, 860), "light"), ((390, 844), "dark")]  # a size, a theme
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]  # as in a container
 
 
 @contextlib.contextmanager
@@ -169,6 +171,20 @@ def accessible(page) -> list[str]:
     found = page.evaluate("() => axe.run()")["violations"]
     serious = [one for one in found if one["impact"] in ("serious", "critical")]
     return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in serious]
+
+
+def write_run(folder: Path, n_steps: int, seed: int) -> None:
+    """Write the folder of a run that never was, whose loss falls."""
+    folder.mkdir(parents=True)
+    cfg = TrainConfig(max_steps=n_steps, seed=seed, lr=1e-3 / (1 + seed % 5))
+    (folder / "config.json").write_text(json.dumps(asdict(MPTConfig()) | asdict(cfg)))
+    row = {"lr": cfg.lr, "grad_norm": 0.5, "batch_hash": None, "skipped": False}
+    row |= {"tokens_per_second": 20000.0, "mfu": None, "memory_gb": 1.0, "seconds": 0.4}
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, n_steps + 1):
+            loss = 3 + 7 * (step + 5 + seed) ** -0.3
+            row |= {"step": step, "tokens": step * 8192, "loss": round(loss, 4)}
+            file.write(json.dumps(row) + "\n")
 
 
 HOSTILE = '<img src=x onerror="document.title=1">'
