@@ -15,13 +15,11 @@ rows of each common model are compared. Nothing is measured here.
 
 import importlib.util
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import config
 import program
-from planning.fleet import NODE_WATTS
 from planning.picture import PUBLISHED_MI250
 from program import require
 from storage import files
@@ -51,10 +49,6 @@ LAYOUT = ("tp=", "sequence_parallel=", "pp=")  # these have no column, but stand
 FOUNDRY_PRECISION = {"bf16": "amp_bf16"}
 FOUNDRY_CHECKPOINTING = {"none": "False", "full": "True"}
 
-# Part of the name that a device reports -> its key in NODE_WATTS.
-REPORTED = {"MI250": "MI250", "A100-SXM4": "A100 SXM", "H100 80GB HBM3": "H100 SXM"}
-MI250_PEAK = 181.05  # TFLOP/s of a torch device, bf16
-
 # MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards.
 PUBLISHED_TEXT = (
     "Published, to compare with: MosaicML's MPT-7B on the MI250, strong scaling, "
@@ -75,7 +69,7 @@ class CompareArgs:
     """What one torch device of each machine costs and draws. An MI250 card is two devices."""
 
     prices: str = ""  # dollars per hour of a device of A and of B: 2,4
-    watts: str = ""  # of a device of A and of B with its share of the node (empty: rated, if known)
+    watts: str = ""  # of a device of A and of B with its share of the node: 375,1275
 
 
 # --- Reading rows
@@ -330,26 +324,6 @@ def fastest(rows: list[dict]) -> dict[tuple, dict]:
     return best
 
 
-def models_in(rows: dict[tuple, dict]) -> str:
-    """The models of one file, for an error message."""
-    return ", ".join(f"{model} ({n:,} parameters) at {length}" for n, length, model in sorted(rows))
-
-
-def watts_of(row: dict) -> float | None:
-    """Rated watts of one torch device with its share of the node; None if unknown.
-
-    ROCm reports `MI250X/MI250` for both cards. Only the peak tells them apart.
-    """
-    device = row["device"]
-    is_mi250 = abs((row["peak_tflops"] or 0) - MI250_PEAK) <= 0.1
-    if "MI250X" in device and not is_mi250:
-        return None
-    for word, name in REPORTED.items():
-        if re.search(rf"\b{word}\b", device):
-            return NODE_WATTS[name]
-    return None
-
-
 def two_numbers(name: str, text: str) -> list:
     """The values of `--prices=2,4`; [None, None] if the setting is empty."""
     if not text:
@@ -361,15 +335,10 @@ def two_numbers(name: str, text: str) -> list:
     return values
 
 
-def hours(row: dict) -> float:
-    """Hours that one torch device needs for 1e9 tokens."""
-    return 1e9 / row["tokens_per_second_device"] / 3600
-
-
 def machine_cells(row: dict, price: float | None, watts: float | None) -> dict[str, str]:
-    """One machine with one model. price: dollars per hour of a device."""
+    """One machine with one model. price: dollars per hour of a device. watts: of a device."""
     mfu = f"{row['mfu']:.1%} ({row.get('convention')})" if row["mfu"] else "n/a"
-    watts = watts or watts_of(row)
+    hours = 1e9 / row["tokens_per_second_device"] / 3600  # of one device, for 1e9 tokens
     return {
         "device": row["device"] or "without a name",
         "ranks": str(row["ranks"]),
@@ -377,9 +346,8 @@ def machine_cells(row: dict, price: float | None, watts: float | None) -> dict[s
         "tokens/s a device": f"{row['tokens_per_second_device']:,.0f}",
         "TFLOP/s a device": shown(row["tflops_device"], ".4g"),
         "MFU (convention)": mfu,
-        "dollars per 1e9 tokens": shown(price and hours(row) * price, ",.2f"),
-        "W a device": shown(watts, "g"),
-        "kWh per 1e9 tokens": shown(watts and hours(row) * watts / 1000, ",.2f"),
+        "dollars per 1e9 tokens": shown(price and hours * price, ",.2f"),
+        "kWh per 1e9 tokens": shown(watts and hours * watts / 1000, ",.2f"),
     }
 
 
@@ -410,8 +378,9 @@ def show_two(paths: list[str], args: CompareArgs) -> None:
     watts = two_numbers("watts", args.watts)
     a, b = (fastest(measured(read(path), path)) for path in paths)
     common = sorted(a.keys() & b.keys())
-    models = f"{paths[0]} has {models_in(a)}; {paths[1]} has {models_in(b)}"
-    require(common, f"nothing in common: {models}")
+    models = [", ".join(sorted(model for _, _, model in rows)) for rows in (a, b)]
+    has = f"{paths[0]} has {models[0]}; {paths[1]} has {models[1]}"
+    require(common, f"no model and sequence length in common: {has}")
 
     for key in common:
         rows = [a[key], b[key]]
@@ -419,8 +388,8 @@ def show_two(paths: list[str], args: CompareArgs) -> None:
         lines = [[name, cells_a[name], cells_b[name]] for name in cells_a]
         print(program.table([model_of(rows[0]), *paths], lines))
         print("", verdict(paths, rows, prices), "", sep="\n")
-    print("Prices are dollars per hour of one torch device (an MI250 card is two).")
-    print("Watts are rated, of a node over its torch devices; --watts=a,b sets others.")
+    print("--prices=a,b: dollars per hour of one torch device (an MI250 card is two).")
+    print("--watts=a,b: of one torch device with its share of the node.")
 
 
 def main(argv: list[str]) -> None:
