@@ -31,8 +31,6 @@ machine.json (a figure is the median of several turns; GB/s: 10^9 bytes a second
                         rank, "node": ...}
     slowest             {"matmul" (bf16, largest): {"rank", "host", "below_median_percent"},
                         "memory": ...}
-    network             of rank 0: {"ethernet_gbits": {interface: speed}, "infiniband_gbits":
-                        {device: rate of port 1}}
     by_rank             [{"rank", "node" (its first rank), "local_rank", "host", "device", and its
                         own figures}, ...]
 """
@@ -62,7 +60,6 @@ from storage import files
 
 TURNS = 5  # of a measurement, at most
 MIB = 2**20
-LINKS = Path("/sys/class")  # where Linux describes network interfaces
 
 
 @dataclass
@@ -304,30 +301,8 @@ def summarize(rows: list[dict], device_type: str, args: MachineArgs) -> dict:
         **runlog.versions(),
         **{key: merge([row[key] for row in rows], combine) for key, combine in OVERALL.items()},
         "slowest": {"matmul": slowest(rows, matmuls), "memory": slowest(rows, memory)},
-        "network": network(),
         "by_rank": rows,
     }
-
-
-def network() -> dict:
-    """What the links of this machine are rated at, Gbit/s: the entry `network` of machine.json."""
-    ethernet = {path.parent.name: rating(path) / 1e3 for path in LINKS.glob("net/*/speed")}
-    ports = LINKS.glob("infiniband/*/ports/1/rate")
-    return {
-        "ethernet_gbits": {name: speed for name, speed in ethernet.items() if speed > 0},
-        "infiniband_gbits": {path.parts[-4]: rating(path) for path in ports},
-    }
-
-
-def rating(path: Path) -> float:
-    """The number with which a file of /sys begins: Mbit/s of Ethernet, Gbit/s of InfiniBand.
-
-    0 if there is none, -1 for a virtual interface.
-    """
-    try:
-        return float(path.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 # --- The report
@@ -355,8 +330,6 @@ def report(machine: dict) -> str:
     for name, rank in machine["slowest"].items() if machine["ranks"] > 1 else ():
         distance = f"{rank['below_median_percent']:.1f} % below the median"
         lines.append(f"slowest in {name}: rank {rank['rank']} on {rank['host']}, {distance}")
-    for rates in machine["network"].values():
-        lines += [f"{name}: {gbits:g} Gbit/s" for name, gbits in rates.items()]
     return "\n".join(lines)
 
 
@@ -370,9 +343,7 @@ def conclude(rows: list[dict], device_type: str, args: MachineArgs) -> None:
     """Print the report and write machine.json, atomically."""
     machine = summarize(rows, device_type, args)
     print(report(machine), flush=True)
-    path = Path(args.out)
-    files.write_atomically(path, json.dumps(machine, indent=1).encode())
-    print(f"written: {path}", file=sys.stderr)
+    files.write_atomically(Path(args.out), json.dumps(machine, indent=1).encode())
 
 
 def main(argv) -> None:

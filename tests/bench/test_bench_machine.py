@@ -91,17 +91,6 @@ def test_the_slowest_rank_and_figures_of_all():
     assert bench_machine.merge(trees, min) == {"node": {"all_gather": 3.0}, "all": 1}
 
 
-def test_the_links_are_those_of_linux(tmp_path, monkeypatch):
-    for name, speed in {"eth0": "25000", "lo": "-1", "wlan0": ""}.items():
-        (tmp_path / "net" / name).mkdir(parents=True)
-        (tmp_path / "net" / name / "speed").write_text(speed)
-    (tmp_path / "infiniband/mlx5_0/ports/1").mkdir(parents=True)
-    (tmp_path / "infiniband/mlx5_0/ports/1/rate").write_text("400 Gb/sec (4X NDR)\n")
-    monkeypatch.setattr(bench_machine, "LINKS", tmp_path)
-    links = {"ethernet_gbits": {"eth0": 25}, "infiniband_gbits": {"mlx5_0": 400}}
-    assert bench_machine.network() == links
-
-
 @pytest.mark.slow
 def test_two_ranks_of_one_node(torchrun, tmp_path):
     done = torchrun(2, *TINY, program="bench machine")
