@@ -23,7 +23,7 @@ from pathlib import Path
 from program import require
 
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
-NAMES = "train compare machine attention generate serve beside first_night night_report".split()
+NAMES = "train compare machine attention generate serve beside first_night".split()
 # What people have typed before -> what it is now.
 OLD_NAMES = {"table": ["compare"], "scaling": ["compare"], "lora": ["beside", "lora"]}
 # These are started and ended by processes.run, all others by program.run.

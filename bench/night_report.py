@@ -1,7 +1,5 @@
 """The page of a night on a GPU: FOLDER/README.md, from what `bench first_night` left in the folder.
 
-    python -m bench night_report first-night      writes it again
-
 It has the machine, what each stage came to and its command, and the measured training and decoding
 beside the planner's predictions: tokens/s by planning/step_time.py, memory by planning/memory.py,
 the limit of decoding by planning/decode_time.py. A prediction is n/a for a device that devices.py
@@ -26,7 +24,7 @@ from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from planning import calibrate, memory, step_time
 from planning.fleet import Fleet
-from program import UserError, require
+from program import UserError
 from storage import files
 
 UNKNOWN = "n/a"
@@ -238,15 +236,3 @@ def write(folder: Path) -> None:
         pack=f"tar czf {name}.tar.gz -C {parent} {name}",
     )
     files.write_atomically(folder / "README.md", page.encode())
-
-
-def main(argv: list[str]) -> None:
-    """Write the page again."""
-    (folder,) = program.arguments(argv, "FOLDER")
-    require(Path(folder, "facts.json").is_file(), f"no facts.json in {folder}: is it a night's?")
-    write(Path(folder))
-    print(f"written: {folder}/README.md")
-
-
-if __name__ == "__main__":
-    program.run(main)

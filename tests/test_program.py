@@ -136,7 +136,7 @@ NEED_ARGUMENTS = """
     planning.calibrate storage.files generate.py weights.hf evaluation lifecycle.microbatch
     lifecycle.resume text.shards bench lessons.lost_rank
 """.split()
-NEED_ARGUMENTS += ["bench compare", "bench beside", "bench night_report"]
+NEED_ARGUMENTS += ["bench compare", "bench beside"]
 
 
 @pytest.mark.slow
@@ -165,7 +165,6 @@ READERS = {
     "text.shards nowhere.bin": "nowhere.bin",
     "storage.files nowhere.json": "nowhere.json",
     "bench compare nowhere.csv": "nowhere.csv",
-    "bench night_report nowhere": "nowhere",
     "planning.calibrate nowhere.csv --device=mi250": "nowhere.csv",
     "plan.py --device=mi250 --calibrate=nowhere.json": "nowhere.json",
     "text.corpus nowhere.txt": "nowhere.txt",
