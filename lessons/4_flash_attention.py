@@ -398,14 +398,13 @@ show("interpreter", reason=pictures.why_no_interpreter())
 
 # %%
 missing = "" if importlib.util.find_spec("triton") else "Triton is not installed"
-show("compiled", "compile", *["--short"] * SHORT, reason=missing)
+show("compiled", "compile", reason=missing)
 
 # %% [markdown]
 # One source, two chips, and different block sizes: that is what gpu_kernels/launch_table.py
 # is for. With the H100's 128 x 128, heads of 64, the MI250 lacks registers (it takes all
 # 256 of a thread and spills 392 bytes) and shared memory (96 KB of 64: the kernel could not
-# start). These are the figures of lessons/4_triton.txt; without --short the last line above
-# has yours.
+# start). These are the figures of lessons/4_triton.txt; the last line above has yours.
 #
 # More registers a thread mean fewer blocks of threads on a unit. That is a choice, not a
 # fault: a large block of queries reads k and v less often, and several stages (blocks of k

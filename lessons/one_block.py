@@ -2,12 +2,11 @@
 
     python -m lessons.one_block               in Triton's interpreter, against float64 (no GPU)
     python -m lessons.one_block compile       compiled for an MI250 and an H100, without either
-    python -m lessons.one_block compile --short    heads of 64 alone, a few seconds
 
 `one_block_kernel` has no heads, no batch and no mask except for the end of the sequence. It walks
 over blocks of keys and keeps, for each query, the largest score m, the sum l of exp(score - m), and
 the sum o of exp(score - m) * v. The project's kernel, gpu_kernels/flash_attention.py, has the same
-loop; the program runs and compiles it, too. Lesson 4 starts this program and shows what it prints.
+loop; the program runs it, too, and compiles it. Lesson 4 shows what this program prints.
 """
 
 # ruff: noqa: E741 (`l` is the name in the papers)
@@ -132,56 +131,40 @@ def relative(ours, exact) -> float:
 
 MI250, H100 = "gfx90a", "sm_90"
 NAMES = {MI250: "MI250", H100: "H100"}
-HEADS = ("bf16: queries x keys", "registers", "spilled bytes", "KB shared", "blocks of a unit")
+HEADS = ("queries x keys", "registers", "spilled bytes", "KB shared", "blocks of a unit")
+D = 64
 
 
-def compile_for_gpus(short: bool) -> None:
-    """Print what the kernels take on an MI250 and an H100. UserError if the table's do not fit.
+def compile_for_gpus() -> None:
+    """Print what the project's forward takes on an MI250 and an H100. UserError if it errs.
 
     registers: of a thread. KB shared: of a block of threads. blocks: that a unit can hold.
     """
-    print(f"compiled, not run: {versions()}\n")
-    rows = [row_of("one_block: 64 x 64", arch, teaching_facts(arch)) for arch in NAMES]
-    for D in (64,) if short else (64, 128):
-        for arch in NAMES:
-            settings = launch_table.row_for(arch, D, "forward", torch.bfloat16)
-            rows.append(project_row(arch, D, settings))
-            require(rows[-1][-1] != 0, f"the forward over heads of {D} does not fit {arch}")
-    if not short:
-        settings = launch_table.row_for(H100, 64, "forward", torch.bfloat16)
-        rows.append(project_row(MI250, 64, settings))
-        _, _, spilled, _, blocks = rows[-1]
-        require(blocks == 0 or spilled, "the H100's settings suit an MI250: lesson 4 errs")
+    print(f"compiled, not run, bf16, heads of {D}: {versions()}\n")
+    rows = [row_of(MI250, MI250), row_of(H100, H100), row_of(MI250, H100)]
+    require(0 not in (rows[0][-1], rows[1][-1]), f"the forward over heads of {D} does not fit")
+    *_, spilled, _, blocks = rows[2]
+    require(blocks == 0 or spilled, "the H100's settings suit an MI250: lesson 4 errs")
     print(program.table(HEADS, rows))
-    if not short:
-        print("The last line is the MI250 with the H100's settings; 0 blocks: it could not start.")
+    print("The last line is the MI250 with the H100's settings; 0 blocks: it could not start.")
 
 
-def teaching_facts(arch: str) -> compiled.Facts:
-    """What `one_block_kernel` takes with 64 queries of width 64 and blocks of 64 keys."""
-    q = torch.empty(64, 64, dtype=torch.bfloat16)
-    with compiled.for_chip(arch) as binaries:
-        one_block_attention(q, q, q, block_n=64)
-    return compiled.facts(binaries["one_block_kernel"])
+def row_of(arch: str, settings_of: str) -> tuple:
+    """The project's forward on a chip, with the launch settings of one, as a row of the table.
 
-
-def project_row(arch: str, D: int, settings: tuple) -> tuple:
-    """The project's forward over 4 heads of D with these launch settings, as a row of the table."""
+    The last cell: None if this Triton has no tool that reads it.
+    """
+    settings = launch_table.row_for(settings_of, D, "forward", torch.bfloat16)
     q = torch.empty(1, 256, 4, D, dtype=torch.bfloat16).transpose(1, 2)
     tensors = {"q": q, "k": q, "v": q, "out": q, "lse": torch.empty(1, 4, 256)}
     tensors |= {"slopes": torch.ones(4), "bounds": None}
     with compiled.for_chip(arch, flash_attention) as binaries:
         flash_attention.launch("forward", tensors, True, D**-0.5, settings)
-    facts = compiled.facts(binaries["forward_kernel"])
-    return row_of(f"heads of {D}: {settings[0]} x {settings[1]}", arch, facts)
-
-
-def row_of(label: str, arch: str, facts: compiled.Facts) -> tuple:
-    """A row of the table. The last cell: None if this Triton has no tool that reads it."""
-    limits = compiled.LIMITS[arch]
+    facts, limits = compiled.facts(binaries["forward_kernel"]), compiled.LIMITS[arch]
     shared = f"{facts.shared / compiled.KB:.4g} of {limits.shared_block // compiled.KB}"
     blocks = None if facts.taken is None else compiled.occupancy(limits, facts).blocks
-    return f"{NAMES[arch]}, {label}", facts.registers, facts.spilled or 0, shared, blocks
+    label = f"{NAMES[arch]}: {settings[0]} x {settings[1]}"
+    return label, facts.registers, facts.spilled or 0, shared, blocks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,10 +181,9 @@ def main(argv) -> None:
     """Run both kernels in the interpreter, or compile them."""
     if program.wants_help(argv):
         program.show_help()
-    usage = "usage: python -m lessons.one_block [compile [--short]]"
-    require(argv in ([], ["compile"], ["compile", "--short"]), usage)
+    require(argv in ([], ["compile"]), "usage: python -m lessons.one_block [compile]")
     if argv:
-        compile_for_gpus(short="--short" in argv)
+        compile_for_gpus()
     elif flash_attention.INTERPRETED.value:
         interpret()
     else:
