@@ -19,7 +19,6 @@ import sys
 from typing import NamedTuple
 
 WRITES = {"write", "writelines", "flush", "close", "truncate", "__exit__"}  # of open files
-SYSTEM_CALLS = {"write", "fdatasync", "ftruncate", "sync"}  # of os; the rest is in EVENTS
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
 
@@ -74,8 +73,7 @@ class Changes:
         if event in EVENTS:
             self.before_a_change(event.removeprefix("os."))
         elif event == "open" and opens_for_writing(*arguments):
-            is_synchronous = (arguments[2] or 0) & (os.O_SYNC | os.O_DSYNC)
-            self.before_a_change("open synchronous" if is_synchronous else "open")
+            self.before_a_change("open")
         elif event == "os.fsync":
             self.before_a_change(f"fsync {kind_of_file(*arguments)}")
 
@@ -88,7 +86,7 @@ class Changes:
             if owner.writable() and owner.fileno() > 2:
                 self.file = owner
                 self.before_a_change("close" if name == "__exit__" else name)
-        elif getattr(owner, "__name__", "") == "posix" and name in SYSTEM_CALLS:
+        elif function is posix.write:
             self.before_a_change(name)
 
     def before_a_change(self, name: str) -> None:

@@ -33,8 +33,8 @@ Part 3. Write `save` and `load` so that
     - the folder holds at most six times the bytes of one checkpoint, however many were saved and
       however many saves were killed
     - after `save` has returned, a power failure loses nothing: the bytes and the names of the files
-      are on disk, not only in the memory of the operating system. The order of its changes is
-      checked (section 4 of the lesson); O_SYNC, O_DSYNC and os.sync are accepted as well
+      are on disk, not only in the memory of the operating system. Use os.fsync: the order of the
+      changes is checked (section 4 of the lesson)
 
 The standard library is enough: json, os, pathlib, zlib (crc32) or hashlib.
 """
