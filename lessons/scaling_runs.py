@@ -66,7 +66,8 @@ SEEDS = (1, 2)  # all at the smallest budget, else the first
 SEQ_LEN = 64  # bytes
 QUESTIONS = {"n": 500, "context": 40, "length": 20}  # of evaluation/tasks.py; characters
 EVERY = 10  # every 10th window of the held-out files is read
-FIELDS = {"key": str, "budget": float, "d_model": int, "n_params": int, "loss": float, "data": str}
+FIELDS = {"key": str, "budget": float, "n_params": int, "loss": float, "made_with": str}
+PYTHON = f"Python {platform.python_version()}"  # whose library is the data
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def train_cell(cell: Cell) -> dict:
         "seconds": round(time.perf_counter() - begin, 1),
         "processor_seconds": round(time.process_time() - used, 1),
         "data": dataset.fingerprint,
-        "made_with": f"torch {torch.__version__}, Python {platform.python_version()}",
+        "made_with": f"torch {torch.__version__}, {PYTHON}",
     }
 
 
@@ -233,14 +234,8 @@ def read(path: Path) -> list[dict]:
 
 
 def own_runs(path: Path | None = None) -> list[dict]:
-    """The lines of this machine's grid that are of its present data: another Python has another."""
-    rows = read(path or GRID)
-    summary = Recipe(Cell(BUDGETS[0], WIDTHS[0]).train).folder / "dataset.json"
-    if summary.exists():
-        fingerprint = files.read_json(summary)["fingerprint"]
-    else:  # the data set was removed: what the last run was trained on
-        fingerprint = rows[-1]["data"] if rows else ""
-    return [row for row in rows if row["data"] == fingerprint]
+    """The lines of this machine's grid that this Python made: another has another library."""
+    return [row for row in read(path or GRID) if row["made_with"].endswith(PYTHON)]
 
 
 def add(path: Path, row: dict) -> None:
@@ -262,13 +257,9 @@ def train_cells(cells: list[Cell], path: Path = GRID) -> list[dict]:
 
     missing = [cell for cell in dict.fromkeys(cells) if cell.key not in known()]
     print(f"{len(cells)} runs, {len(cells) - len(missing)} of them done before", flush=True)
-    total = sum(cell.budget for cell in missing)
-    begin, spent = time.perf_counter(), 0
     for number, row in enumerate(trained(missing), 1):
         add(path, row)
-        spent += row["budget"]
-        left = (time.perf_counter() - begin) * (total - spent) / spent
-        print(f"{number:3}/{len(missing)}  {describe(row)}  {left:4.0f} s left", flush=True)
+        print(f"{number:3}/{len(missing)}  {describe(row)}", flush=True)
     rows = known()
     return [rows[cell.key] for cell in cells]
 
