@@ -5,12 +5,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import nn
 
-import lora
-from config import MPTConfig, TrainConfig
 from lessons.answers import close
-from model import MPT
 from weights import peft
 from weights.tensor_files import write_safetensors
 
@@ -24,8 +20,7 @@ ONE = torch.ones(1, 1)
 def check_forward(answer):
     """forward: W x + bias + s B A x"""
     got = answer.call("forward", 2 * ONE, 3 * ONE, ONE[0], 5 * ONE, 7 * ONE, SCALE)
-    case = "x = 2, W = 3, bias = 1, A = 5, B = 7, scale = 0.5, all of one element"
-    close(f"y, for {case}", got, 42 * ONE, 1e-5)
+    close("y, for x = 2, W = 3, bias = 1, A = 5, B = 7, scale = 0.5", got, 42 * ONE, 1e-5)
     for rows, with_bias in (((6,), True), ((2, 3), False)):
         for dtype in TOLERANCE:
             x, W, bias, A, B, _ = inputs(rows, 12, 10, 3, dtype)
@@ -39,14 +34,13 @@ def check_forward(answer):
     A = torch.tensor([[1 + 2.0**-10, -1.0]])
     got = answer.call("forward", x, torch.zeros_like(x), None, A, ONE, 1.0)
     case = "x = [[1, 1]] in bfloat16, W = 0, A = [[1 + 2**-10, -1]] and B = [[1]] in float32"
-    hint = "convert x to the dtype of A and B, which bfloat16 would round"
-    close(f"y, for {case}", got, 2.0**-10 * ONE.bfloat16(), 1e-6, hint)
+    close(f"y, for {case}", got, 2.0**-10 * ONE.bfloat16(), 1e-6)
 
 
 def check_backward(answer):
     """backward: the gradients of x, A and B"""
     got = answer.call("backward", ONE, 2 * ONE, 3 * ONE, 5 * ONE, 7 * ONE, SCALE)
-    case = "dy = 1, x = 2, W = 3, A = 5, B = 7, scale = 0.5, all of one element"
+    case = "dy = 1, x = 2, W = 3, A = 5, B = 7, scale = 0.5"
     compare_gradients(got, (20.5 * ONE, 7 * ONE, 5 * ONE), case)
     for rows in ((6,), (2, 3)):
         for dtype in TOLERANCE:
@@ -59,11 +53,7 @@ def check_backward(answer):
 def compare_gradients(got, expected: tuple, case: str) -> None:
     """Compare (dx, dA, dB)."""
     of_rows = "it sums over all rows of x: (B, T, in) is B T rows"
-    hints = {
-        "dx": "W and the update both carry it: W^T dy + s A^T B^T dy",
-        "dA": of_rows,
-        "dB": of_rows,
-    }
+    hints = {"dx": "", "dA": of_rows, "dB": of_rows}
     for (name, hint), mine, theirs in zip(hints.items(), got, expected, strict=True):
         close(f"{name}, for {case}", mine, theirs, tolerance(theirs), hint)
 
@@ -78,7 +68,6 @@ def check_memory(answer):
         assert peak < W.nbytes / 2, f"{held}, and W has {W.nbytes / 1e6:.1f} MB. {LITTLE}"
 
 
-@torch.no_grad()
 def check_merge(answer):
     """merge: W + s B A as one weight"""
     got = answer.call("merge", 3 * ONE, 5 * ONE, 7 * ONE, SCALE)
@@ -93,21 +82,7 @@ def check_merge(answer):
     W = ONE.bfloat16()
     got = answer.call("merge", W, ONE, (2.0**-8 + 2.0**-17) * ONE, 1.0)
     case = "W = 1 in bfloat16 and s B A = 2**-8 + 2**-17 in float32"
-    hint = "add in the dtype of A and B, and round once, at the end"
-    close(f"the merged weight, for {case}", got, (1 + 2.0**-7) * W, 1e-6, hint)
-
-    model = MPT(MPTConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=8))
-    lora.put_on(model, TrainConfig(lora_rank=2))
-    for param in lora.adapters_of(model).values():
-        nn.init.normal_(param, std=0.3)
-    ids = torch.arange(8)[None]
-    expected = model(ids)
-    for layer in model.modules():
-        if isinstance(layer, lora.LoRALinear):
-            args = layer.weight, layer.lora_A, layer.lora_B, layer.lora_scale
-            layer.weight.copy_(answer.call("merge", *(torch.as_tensor(x).detach() for x in args)))
-            layer.lora_B.zero_()
-    close("the logits of a small MPT with merged weights", model(ids), expected, 1e-4)
+    close(f"the merged weight, for {case}", got, (1 + 2.0**-7) * W, 1e-6, "round once, at the end")
 
 
 def check_unmerge(answer):
@@ -131,9 +106,7 @@ def check_read_adapter(answer):
         )
         for name in ("1.ffn.up_proj", "0.attn.Wqkv")
     }
-    one = dict([pairs.popitem()])
-    compare_files(answer, {}, one, 4.0, torch.float32)
-    pairs |= one
+    compare_files(answer, {}, dict(list(pairs.items())[:1]), 4.0, torch.float32)
     compare_files(answer, {"use_rslora": None}, pairs, 4.0, torch.float32)
     compare_files(answer, {"use_rslora": False}, pairs, 4.0, torch.bfloat16)
     compare_files(answer, {"use_rslora": True}, pairs, 8.0, torch.float32)
@@ -151,10 +124,8 @@ def compare_files(answer, settings: dict, pairs: dict, scale: float, dtype) -> N
         (Path(folder) / peft.CONFIG_FILE).write_text(json.dumps(content, indent=2))
         read = answer.call("read_adapter", folder)
     case = f"{len(pairs)} layers, rank 4, alpha 16, {settings}, tensors in {dtype}"
-    missing, unknown = sorted(pairs.keys() - read.keys()), sorted(read.keys() - pairs.keys())
-    assert not missing and not unknown, (
-        f"read_adapter, for {case}: {missing[:1]} is missing, {unknown[:1]} is no such layer"
-    )
+    same = sorted(read) == sorted(pairs)
+    assert same, f"read_adapter, for {case}: expected {sorted(pairs)}, got {sorted(read)}"
     for name, (a, b) in pairs.items():
         A, B, s = read[name]
         close(f"A of {name}, for {case}", A, a)

@@ -25,11 +25,9 @@ def check_isoflop_optimum(answer):
     ):
         expected_size, expected_loss = scaling_fits.isoflop_optimum(sizes, losses)
         size, loss = answer.call("isoflop_optimum", sizes, losses)
-        losses = [round(x, 3) for x in losses]
-        shown = f"{case}, sizes {[f'{n:.3g}' for n in sizes]}, losses {losses}"
         hint = "fit the parabola in log N, and take its lowest point, not that of a run"
-        close(f"size at the minimum, {shown}", size, expected_size, expected_size * 1e-3, hint)
-        close(f"loss at the minimum, {shown}", loss, expected_loss, 1e-4)
+        close(f"size at the minimum, {case}", size, expected_size, expected_size * 1e-3, hint)
+        close(f"loss at the minimum, {case}", loss, expected_loss, 1e-4)
     got = answer.call("isoflop_optimum", [1e4, 1e5, 1e6], [2.0, 2.5, 2.1])
     assert got is None, f"isoflop_optimum of a curve that opens downwards: expected None, got {got}"
 
@@ -43,10 +41,9 @@ def check_fit_power_law(answer):
     ):
         k, a = scaling_fits.fit_power_law(budgets, optima)
         got_k, got_a = answer.call("fit_power_law", budgets, optima)
-        shown = f"{case}, budgets {budgets}, optima {optima}"
         hint = "`polyfit` returns the slope, a, first; what it returns second is log k"
-        close(f"a, {shown}", got_a, a, 1e-4, hint)
-        close(f"k, {shown}", got_k, k, k * 1e-3, hint)
+        close(f"a, {case}, budgets {budgets}", got_a, a, 1e-4, hint)
+        close(f"k, {case}, budgets {budgets}", got_k, k, k * 1e-3, hint)
 
 
 def check_prediction(answer):
