@@ -344,11 +344,10 @@ print("@triton.jit" + source.split("@triton.jit")[1].split("\n\n\n")[0])
 # `print` works inside a kernel. Triton reads the variable when a kernel is defined, so the
 # lesson starts `python -m lessons.one_block` as a process of its own.
 #
-# It runs the kernel above, then the project's: gpu_kernels/flash_attention.py through
-# `attention.attention(..., impl="triton")`, forward and backward, against
-# `attention.reference_attention` in float64. Triton has no version for macOS. There, the
-# lesson shows what was stored in lessons/4_triton.txt. The first line of each output names
-# the versions it was made with.
+# It runs the kernel above, then the project's: gpu_kernels/flash_attention.py, forward and
+# backward, against the obvious version in float64. Triton has no version for macOS. There,
+# the lesson shows what was stored in lessons/4_triton.txt. The first line of each output
+# names the versions it was made with.
 
 # %%
 

@@ -17,7 +17,6 @@ import sys
 
 import torch
 
-import attention
 import program
 from gpu_kernels import compiled, flash_attention, launch_table
 from program import require
@@ -84,46 +83,30 @@ def interpret() -> None:
     """Compare both kernels with float64. UserError if one is too far from it."""
     print(f"interpreted: {versions()}\n")
     print("one_block_kernel: one block of 16 queries, 40 keys of width 32, in steps of 16 keys")
-    compare(("relative to float64", "out"), one_block_errors, (torch.float32, torch.float16))
+    errors = {dtype: [one_block_error(dtype)] for dtype in (torch.float32, torch.float16)}
+    show(("relative to float64", "out"), errors)
     print("\ngpu_kernels/flash_attention.py, 2 heads of 64, 80 tokens, causal, with ALiBi")
-    heads = ("against attention.py's reference", "out", "dq", "dk", "dv")
-    compare(heads, project_errors, (torch.float32, torch.bfloat16))
+    dtypes = (torch.float32, torch.bfloat16)
+    errors = {dtype: flash_attention.compare("cpu", dtype, Hkv=2) for dtype in dtypes}
+    show(("relative to float64", "out", "dq", "dk", "dv"), errors)
 
 
-def compare(heads: tuple, errors_of, dtypes: tuple) -> None:
+def show(heads: tuple, errors_by_dtype: dict) -> None:
     """Print the largest errors of each dtype, relative to the largest exact value."""
     rows = []
-    for dtype in dtypes:
-        errors = errors_of(dtype)
+    for dtype, errors in errors_by_dtype.items():
         require(max(errors) < LIMITS[dtype], f"a kernel is wrong in {dtype}: {errors}")
         rows.append((dtype, *(f"{error:.1e}" for error in errors)))
     print(program.table(heads, rows))
 
 
-def one_block_errors(dtype) -> list[float]:
-    """The error of `one_block_attention`."""
+def one_block_error(dtype) -> float:
+    """The largest error of `one_block_attention`, relative to the largest exact value."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 32).to(dtype) for n in (16, 40, 40))
     exact = torch.softmax(q.double() @ k.double().T * 32**-0.5, dim=-1) @ v.double()
-    return [relative(one_block_attention(q, k, v, block_n=16), exact)]
-
-
-def project_errors(dtype) -> list[float]:
-    """The errors of out, dq, dk and dv of the project's kernels."""
-    torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(1, 2, 80, 64).to(dtype) for _ in range(4))
-    slopes = attention.alibi_slopes(2)
-    results = []
-    for impl, number in (("triton", dtype), ("reference", torch.float64)):
-        leaves = [x.to(number, copy=True).requires_grad_() for x in (q, k, v)]
-        out = attention.attention(*leaves, impl=impl, alibi_slopes=slopes)
-        results.append([out, *torch.autograd.grad(out, leaves, grad.to(number))])
-    return [relative(ours, exact) for ours, exact in zip(*results, strict=True)]
-
-
-def relative(ours, exact) -> float:
-    """The largest difference over the largest exact value."""
-    return ((ours - exact).abs().max() / exact.abs().max()).item()
+    error = one_block_attention(q, k, v, block_n=16) - exact
+    return (error.abs().max() / exact.abs().max()).item()
 
 
 # --------------------------------------------------------------------------------------------------
