@@ -7,9 +7,8 @@
 # update as a product of two thin matrices, and trains nothing else. You will take it apart,
 # let a small model learn an answer format in two minutes, and see what that cost it.
 #
-# An hour; part 4 of the exercise (PEFT's files) is for a second one. The textbook is
-# lora.py; weights/peft.py has the files. Section 5 is best after `make train`, since it
-# starts from its model; without it the lesson trains a shorter one.
+# An hour. The textbook is lora.py; weights/peft.py has the files. Section 5 is best after
+# `make train`, since it starts from its model; without it the lesson trains a shorter one.
 
 # %%
 import sys
@@ -556,7 +555,7 @@ print(program.table(("in", "rank", "alpha / r", "alpha / sqrt(r)"), cells))
 #
 # `python -m lessons check 7` puts lessons/mine/7_finetuning.py there and checks it. Write
 # forward and backward of a LoRA layer, without a tensor as large as W; merge, which rounds
-# once, at the end, and unmerge; and, for a second hour, read PEFT's files with json and NumPy.
+# once, at the end, and unmerge.
 #
 # A hint for backward: write low = A x, then y = W x + s B low, and apply the chain rule to
 # each of the two products. Check the shapes: only one order of factors fits.

@@ -1,14 +1,8 @@
-"""Checks exercise 7: a LoRA layer's forward, backward and merge in float64; PEFT's files."""
-
-import json
-import tempfile
-from pathlib import Path
+"""Checks exercise 7: a LoRA layer's forward, backward and merge, in float64."""
 
 import torch
 
 from lessons.answers import close
-from weights import peft
-from weights.tensor_files import write_safetensors
 
 SCALE = 0.5
 # The largest difference, for values of about 1. bfloat16 has 8 significant bits.
@@ -94,43 +88,6 @@ def check_unmerge(answer):
         merged = exactly_merged(W, A, B)
         got = answer.call("unmerge", merged, A, B, SCALE)
         close(f"unmerge, for W (10, 12) in {dtype}", got, W, tolerance(merged))
-
-
-def check_read_adapter(answer):
-    """read_adapter: names, numbers and s of small files"""
-    generator = torch.Generator().manual_seed(1)
-    pairs = {
-        f"transformer.blocks.{name}": (
-            torch.randn(4, 6, generator=generator).bfloat16().float(),
-            torch.randn(5, 4, generator=generator).bfloat16().float(),
-        )
-        for name in ("1.ffn.up_proj", "0.attn.Wqkv")
-    }
-    compare_files(answer, {}, dict(list(pairs.items())[:1]), 4.0, torch.float32)
-    compare_files(answer, {"use_rslora": None}, pairs, 4.0, torch.float32)
-    compare_files(answer, {"use_rslora": False}, pairs, 4.0, torch.bfloat16)
-    compare_files(answer, {"use_rslora": True}, pairs, 8.0, torch.float32)
-
-
-def compare_files(answer, settings: dict, pairs: dict, scale: float, dtype) -> None:
-    """Write a PEFT folder with these settings and {layer: (A, B)}, and compare what is read."""
-    tensors = {}
-    for name, (a, b) in pairs.items():
-        tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        write_safetensors(Path(folder) / peft.TENSOR_FILE, tensors)
-        content = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 16.0, **settings}
-        (Path(folder) / peft.CONFIG_FILE).write_text(json.dumps(content, indent=2))
-        read = answer.call("read_adapter", folder)
-    case = f"{len(pairs)} layers, rank 4, alpha 16, {settings}, tensors in {dtype}"
-    same = sorted(read) == sorted(pairs)
-    assert same, f"read_adapter, for {case}: expected {sorted(pairs)}, got {sorted(read)}"
-    for name, (a, b) in pairs.items():
-        A, B, s = read[name]
-        close(f"A of {name}, for {case}", A, a)
-        close(f"B of {name}, for {case}", B, b)
-        close(f"s of {name}, for {case}", s, scale, 1e-6, "with use_rslora s is alpha / sqrt(r)")
 
 
 # --------------------------------------------------------------------------------------------------

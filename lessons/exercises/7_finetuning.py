@@ -1,4 +1,4 @@
-"""Exercise 7: the forward and backward pass of a LoRA layer, merge and unmerge, and PEFT's files.
+"""Exercise 7: the forward and backward pass of a LoRA layer, merge and unmerge.
 
     python -m lessons check 7
 
@@ -17,11 +17,9 @@ Throughout:
 Part 1. `forward`: y, without forming the (out, in) matrix s B A.
 Part 2. `backward`: the gradients of x, A and B, without computing the one of W.
 Part 3. `merge`: one plain weight. `unmerge`: W back, to within rounding.
-Part 4. `read_adapter`: the A, B and s of every layer from the files that PEFT writes. This part is
-        for a second hour.
 
 The checker compares results, shapes and dtypes, and the memory that parts 1 and 2 use.
-Import what you need: torch, and for part 4 json, math and numpy.
+Import what you need.
 """
 
 
@@ -58,38 +56,4 @@ def merge(W, A, B, scale):
 
 def unmerge(merged, A, B, scale):
     """W from merge(W, A, B, scale), to within rounding, in the dtype of `merged`."""
-    raise NotImplementedError
-
-
-def read_adapter(folder):
-    """{layer: (A, B, s)} of a folder that PEFT wrote. A and B are float32 tensors, s is a float.
-
-    folder: a string. A layer is named as in the model: "transformer.blocks.0.attn.Wqkv".
-
-    adapter_config.json, some of its settings:
-
-        r             the rank, an integer
-        lora_alpha    a number
-        use_rslora    true, false, null or not there
-
-        s = lora_alpha / r, with use_rslora lora_alpha / sqrt(r)
-
-    adapter_model.safetensors, from its first byte on:
-
-        8 bytes       n, an unsigned integer, little-endian
-        n bytes       JSON: {name of a tensor: {"dtype": "F32", "shape": [4, 64],
-                                                "data_offsets": [begin, end]},
-                             ...}, perhaps followed by spaces
-        the rest      the numbers of the tensors, row by row, little-endian
-
-    begin and end count bytes from the first byte after the JSON. The tensors may come in any order.
-    The entry "__metadata__", if there is one, is no tensor. The names are
-
-        base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight     (r, in)
-        base_model.model.transformer.blocks.0.attn.Wqkv.lora_B.weight     (out, r)
-
-    The dtype is "F32" or "BF16". NumPy has no bfloat16, but a bfloat16 is the upper 16 bits of a
-    float32: read 16-bit integers, shift them left by 16 bits in a 32-bit integer, and view these as
-    float32. Use json and NumPy; the package `safetensors` is what you rebuild.
-    """
     raise NotImplementedError

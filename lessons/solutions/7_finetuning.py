@@ -5,11 +5,6 @@ backward pass has the same property. And a weight that was rounded keeps only wh
 hold, so the order of conversion and addition matters.
 """
 
-import json
-import math
-from pathlib import Path
-
-import numpy as np
 import torch
 
 
@@ -51,49 +46,3 @@ def unmerge(merged, A, B, scale):
     """W from merge(W, A, B, scale), to within rounding, in the dtype of `merged`."""
     # What rounding took at the merge does not come back. So this project keeps the base.
     return merge(merged, A, B, -scale)
-
-
-def read_adapter(folder):
-    """{layer: (A, B, s)} of a folder that PEFT wrote. A and B are float32 tensors, s is a float."""
-    folder = Path(folder)
-    settings = json.loads((folder / "adapter_config.json").read_text())
-    rank = settings["r"]
-    # .get, since older files lack it; null counts as false.
-    divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
-    scale = settings["lora_alpha"] / divisor
-
-    adapter = {}
-    tensors = read_tensors(folder / "adapter_model.safetensors")
-    for name in tensors:
-        layer, found, _ = name.partition(".lora_A.weight")
-        if not found:
-            continue
-        A, B = tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"]
-        adapter[layer.removeprefix("base_model.model.")] = (A, B, scale)
-    return adapter
-
-
-def read_tensors(path):
-    """{name: float32 tensor} of a safetensors file."""
-    content = path.read_bytes()
-    n = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + n])
-    header.pop("__metadata__", None)
-    numbers = content[8 + n :]  # the offsets count from here
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        values = decoded(numbers[begin:end], entry["dtype"])
-        tensors[name] = torch.from_numpy(values.reshape(entry["shape"]))
-    return tensors
-
-
-def decoded(stored, dtype):
-    """The float32 numbers in some bytes, as a new array."""
-    if dtype == "F32":
-        return np.frombuffer(stored, "<f4").astype(np.float32)
-    if dtype == "BF16":
-        # sign, 8 bits of exponent, 7 of mantissa: a float32 without its last 16 bits
-        upper = np.frombuffer(stored, "<u2").astype(np.uint32)
-        return (upper << 16).view(np.float32)
-    raise ValueError(f"expected F32 or BF16, not {dtype}")

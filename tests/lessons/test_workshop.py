@@ -158,22 +158,6 @@ def test_runs_on_other_data_are_not_the_grid(monkeypatch):
     assert "stored" in whose and {row["data"] for row in grid} == {stored["data"]}
 
 
-@pytest.mark.slow
-def test_the_files_of_peft_itself_are_read(tmp_path):
-    """Written by the package `peft`, not by this project."""
-    peft = pytest.importorskip("peft", reason="see requirements-dev.txt")
-    model = torch.nn.ModuleDict({"up": torch.nn.Linear(6, 5)})
-    chosen = peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=["up"])
-    wrapped = peft.get_peft_model(model, chosen)
-    wrapped.save_pretrained(tmp_path / "adapter")
-    pair = wrapped.get_submodule("base_model.model.up")
-    given = answers.Answer(RIGHT[7])
-    ((layer, (A, B, scale)),) = given.call("read_adapter", str(tmp_path / "adapter")).items()
-    assert layer == "up" and scale == 4
-    assert torch.equal(A, pair.lora_A["default"].weight)
-    assert torch.equal(B, pair.lora_B["default"].weight)
-
-
 # --- What an answer may do wrong
 
 

@@ -126,8 +126,6 @@ WRONG = {
             "(W + (scale * (B @ A)).to(W))",
         ),
         ("unmerge", "unmerge", "merge(merged, A, B, -scale)", "merge(merged, A, B, -1)"),
-        ("read_adapter", "alpha / sqrt(r)", 'settings.get("use_rslora")', "False"),
-        ("read_adapter", "got ['base_model", 'layer.removeprefix("base_model.model.")', "layer"),
     ],
     "8": [
         ("isoflop_optimum", "log N", "x = np.log(sizes)", "x = np.array(sizes)"),

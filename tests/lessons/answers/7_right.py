@@ -1,9 +1,5 @@
-"""Another way: autograd for the backward pass, addmm, struct, seeking in the file, torch's bf16."""
+"""Another way: autograd for the backward pass, einsum, addmm."""
 
-import json
-import struct
-
-import numpy
 import torch
 
 
@@ -28,25 +24,3 @@ def merge(W, A, B, scale):
 
 def unmerge(merged, A, B, scale):
     return (merged.to(B.dtype) - scale * (B @ A)).to(merged.dtype)
-
-
-def read_adapter(folder):
-    with open(f"{folder}/adapter_config.json") as file:
-        config = json.load(file)
-    power = 0.5 if config.get("use_rslora", False) else 1
-    scale = float(config["lora_alpha"] * config["r"] ** -power)
-    pairs = {}
-    with open(f"{folder}/adapter_model.safetensors", "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        for name, entry in json.loads(file.read(length)).items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            file.seek(8 + length + begin)
-            kind = numpy.float32 if entry["dtype"] == "F32" else numpy.int16
-            values = torch.from_numpy(numpy.frombuffer(file.read(end - begin), kind).copy())
-            if entry["dtype"] == "BF16":
-                values = values.view(torch.bfloat16)
-            *layer, factor, _ = name.split(".")
-            pairs.setdefault(".".join(layer[2:]), {})[factor] = values.float().view(entry["shape"])
-    return {layer: (pair["lora_A"], pair["lora_B"], scale) for layer, pair in pairs.items()}
