@@ -175,8 +175,8 @@ assert [kind for kind, *_ in calls] == ["all-gather", "all-gather", "reduce-scat
 # Here it trains the same layer on the same rows.
 
 # %%
-theirs = ranks(two_ranks.fully_sharded, [W], x, target, LR, N_STEPS)
-for losses, (weight,) in theirs:
+theirs = ranks(two_ranks.fully_sharded, W, x, target, LR, N_STEPS)
+for losses, weight in theirs:
     print("fully_shard:", ", ".join(f"{value.item():.6f}" for value in losses))
     assert torch.allclose(weight, plain, atol=1e-6)
 

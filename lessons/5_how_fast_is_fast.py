@@ -8,9 +8,8 @@
 # at all (the roofline), and recompute what others published. Then an argument about "0.8
 # %" is settled, and you predict the speed of a fleet that you do not have.
 #
-# Plan two hours; step_seconds and plan are the second. The textbook is flops.py, with
-# devices.py and planning/step_time.py; keep flops.py open beside this page. You need
-# lesson 1, or to know what is in a transformer.
+# Plan two hours. The textbook is flops.py, with devices.py and planning/step_time.py; keep
+# flops.py open beside this page. You need lesson 1, or to know what is in a transformer.
 
 # %%
 import sys
@@ -541,10 +540,8 @@ for name in ("a100", "h100", "mi250"):
 # ## The exercise
 #
 # `python -m lessons check 5` puts lessons/mine/5_how_fast_is_fast.py there for you. Write in
-# it the FLOPs of a token, MFU, the roofline, three published MFUs from their raw numbers, the
-# seconds of a training step, and a plan: the largest model that a given node can train for
-# given dollars. The checker knows the published figures, and compares your predictions with
-# the planner's, within the planner's own error on one node.
+# it the FLOPs of a token, MFU, the roofline, three published MFUs from their raw numbers, and
+# a plan: the largest model that a given node can train for given dollars.
 #
 # ## Three questions
 #

@@ -4,18 +4,9 @@
 
 A checker is a file lessons/checkers/N_name.py. Each of its functions `check_...(answer)` is one
 part of the exercise, and the first line of its docstring is the part's title. It calls the answer
-and asserts what must come. The message of an assertion says which input it was, what was expected,
-what came, and what to think about:
-
-    def check_slopes(answer):
-        \"\"\"ALiBi's slopes\"\"\"
-        for n_heads in (1, 2, 8, 12):
-            slopes = answer.call("alibi_slopes", n_heads)
-            close(f"alibi_slopes({n_heads})", slopes, attention.alibi_slopes(n_heads), 1e-6)
-
-It begins with the smallest case, so that the first failure is the easiest one to think about. What
-it does not expect, such as None in place of a pair, needs no assertion: any error of the checker
-makes the part wrong, too.
+and asserts what must come, the smallest case first: it is the easiest one to think about. What it
+does not expect, such as None in place of a pair, needs no assertion: any error of the checker makes
+the part wrong, too.
 """
 
 import contextlib

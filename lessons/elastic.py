@@ -248,12 +248,6 @@ def main(argv) -> None:
     _, cfg = config.load(flags, MPTConfig, TrainConfig)
     folder = Path(cfg.run_dir)
     runs = [folder / "one", folder / f"moved-{len(CLUSTERS)}"]
-    flags_file = folder / "flags.txt"
-    folder.mkdir(parents=True, exist_ok=True)
-    flags_before = flags_file.read_text().split("\n") if flags_file.exists() else flags
-    fix = "give the same flags, or move it away"
-    require(flags_before == flags, f"{folder} was started with other flags: {fix}")
-    flags_file.write_text("\n".join(flags))
     if all(finished(run, cfg.max_steps) for run in runs):
         print("all runs are finished. To train them anew set another --run_dir")
 

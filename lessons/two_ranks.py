@@ -164,33 +164,23 @@ def train_sharded(rank, weight, x, target, lr, n_steps):
     return losses, layer.part.detach(), traffic.calls
 
 
-def fully_sharded(rank, weights, x, target, lr, n_steps):
-    """The same with PyTorch's `fully_shard`, for layers with GELU between them.
-
-    weights: [(out, in), ...]. Returns the loss of each step, the mean over the ranks, and the whole
-    weights at the end.
-    """
+def fully_sharded(rank, weight, x, target, lr, n_steps):
+    """The same with PyTorch's `fully_shard`: the losses, and the whole weight at the end."""
     size = dist.get_world_size()
     x, target = x.chunk(size)[rank], target.chunk(size)[rank]
-    mesh = init_device_mesh("cpu", (size,))
-    model = torch.nn.Sequential()
-    for weight in weights:
-        if len(model):
-            model.append(torch.nn.GELU())
-        layer = torch.nn.Linear(*reversed(weight.shape), bias=False)
-        layer.weight = torch.nn.Parameter(weight.clone())
-        model.append(fully_shard(layer, mesh=mesh))
-    fully_shard(model, mesh=mesh)
+    layer = torch.nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight = torch.nn.Parameter(weight.clone())
+    fully_shard(layer, mesh=init_device_mesh("cpu", (size,)))
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=lr)
     losses = []
     for _ in range(n_steps):
-        loss = F.mse_loss(model(x), target)
+        loss = F.mse_loss(layer(x), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(all_reduce(loss.detach()) / size)
-    return losses, [weight.full_tensor().detach() for weight in model.parameters()]
+    return losses, layer.weight.full_tensor().detach()
 
 
 # --------------------------------------------------------------------------------------------------

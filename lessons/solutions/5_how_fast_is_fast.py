@@ -1,7 +1,5 @@
 """A solution of lesson 5's exercise: FLOPs, MFU, the roofline, and the plan of a run."""
 
-GIB = 2**30
-
 
 def training_flops(n, n_layers, width, seq_len, attention="full", frozen=False, recompute=False):
     """FLOPs of training on one token."""
@@ -55,67 +53,22 @@ def gpt_175b(seconds=13.75):
     return mfu(per_token, 64 * seq_len / seconds, 64, 312e12)
 
 
-def step_seconds(
-    n, n_layers, d_model, seq_len, vocab_size, global_batch_size, microbatch_size, devices, device
-):
-    """Seconds of a training step on one node: FULL_SHARD, no activation checkpointing."""
-    # Work grows with the tokens of a microbatch. Traffic and copies do not, they grow with N alone:
-    # that is why small microbatches are slow.
-    tokens = microbatch_size * seq_len  # of a microbatch, on one device
-    microbatches = global_batch_size / devices / microbatch_size
-
-    idle_ends = 1 + 1.6e6 / (tokens * d_model)
-    matmuls = 6 * n * tokens / (device["reachable"] * device["peak_flops"]) * idle_ends
-
-    # A causal flash kernel: 2 L d S forward, five products instead of two backward.
-    of_scores = 7 * n_layers * d_model * seq_len * tokens
-    attention = of_scores / (device["attention"] * device["peak_flops"])
-
-    of_a_token = 351 * n_layers * d_model + 6 * vocab_size  # bytes
-    memory = (of_a_token * tokens + 30 * n) / device["bandwidth"]
-
-    compute = matmuls + attention + memory
-    traffic = 8 * n * (devices - 1) / devices / (0.7 * device["link"])
-    together = (compute**1.35 + traffic**1.35) ** (1 / 1.35)
-    update = 30 * n / devices / device["bandwidth"]
-    return microbatches * together + update
-
-
-MODELS = {  # parameters, layers, d_model; the vocabulary is 50368
+MODELS = {  # parameters, layers, d_model
     "mpt-1b": (1_315_950_592, 24, 2048),
     "mpt-3b": (2_651_837_440, 32, 2560),
     "mpt-7b": (6_658_859_008, 32, 4096),
 }
-MI250 = {  # one torch device, with 64 GiB of memory
-    "peak_flops": 181.05e12,
-    "reachable": 0.72,
-    "attention": 0.25,
-    "bandwidth": 1638.4e9,
-    "link": 100e9,
-}
 DEVICES, CARDS, PRICE, DOLLARS = 8, 4, 1.50, 3000
-BATCH, SEQ_LEN, VOCAB_SIZE = 512, 2048, 50368
-
-
-def largest_microbatch(name: str) -> int:
-    """The largest divisor of the 64 sequences of a device that fits. Larger ones are faster."""
-    n, n_layers, d_model = MODELS[name]
-    room = 0.92 * 64 * GIB - 16 * n / DEVICES - 4 * VOCAB_SIZE * d_model - 2e9
-    of_a_sequence = 32 * n_layers * d_model * SEQ_LEN
-    return max(size for size in (1, 2, 4, 8, 16, 32, 64) if size * of_a_sequence <= room)
 
 
 def plan_of(name: str) -> dict:
     """The plan of one model. The price is of a card, of which there are half as many as devices."""
     n, n_layers, d_model = MODELS[name]
-    size = largest_microbatch(name)
-    seconds = step_seconds(n, n_layers, d_model, SEQ_LEN, VOCAB_SIZE, BATCH, size, DEVICES, MI250)
-    speed = BATCH * SEQ_LEN / seconds
+    speed = 0.458 * DEVICES * 181.05e12 / training_flops(n, n_layers, d_model, 2048)
     tokens = 20 * n
     days = tokens / speed / 86_400
     return {
         "model": name,
-        "microbatch_size": size,
         "tokens_per_second": speed,
         "tokens": tokens,
         "days": days,

@@ -85,7 +85,6 @@ def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(
 
     assert "each of the 60 steps saw the same tokens in all runs" in printed
     assert (folder / "elastic.png").stat().st_size > 10_000
-    assert "was started with other flags" in refusal(elastic.main, [*flags, "--max_steps=70"])
 
 
 def steps(run) -> list[int]:

@@ -77,12 +77,6 @@ WRONG = {
             "(m * k + k * n)",
         ),
         ("published", "palm_540b: 46.48% is too high", "118, 48 * 256,", "118, 18432,"),
-        (
-            "step_seconds",
-            "the planner has",
-            '(device["reachable"] * device["peak_flops"])',
-            '(2 * device["peak_flops"])',
-        ),
         ("plan", "a card, which is two devices", "24 * CARDS * PRICE", "24 * DEVICES * PRICE"),
     ],
     "6": [
