@@ -24,8 +24,6 @@ from program import require
 
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
 NAMES = "train compare machine attention generate serve beside first_night".split()
-# What people have typed before -> what it is now.
-OLD_NAMES = {"table": ["compare"], "scaling": ["compare"], "lora": ["beside", "lora"]}
 # These are started and ended by processes.run, all others by program.run.
 OF_MANY_RANKS = ("train", "machine", "attention")
 
@@ -36,7 +34,7 @@ def main(argv: list[str]) -> None:
         program.show_help(listing())
     list_hint = "python -m bench --help lists the names"
     require(argv, f"usage: python -m bench NAME [config] [--key=value] ({list_hint})")
-    name, *arguments = [*OLD_NAMES.get(argv[0], argv[:1]), *argv[1:]]
+    name, *arguments = argv
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else list_hint
     require(name in NAMES, f"no benchmark {program.shown(name)}, {hint}")

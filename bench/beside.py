@@ -2,7 +2,7 @@
 
     python -m bench beside train        transformers' MPT, and a plain GPT-2 script
     python -m bench beside lora         adapters: beside training all weights, and beside peft
-    python -m bench beside generate     transformers' generate; --sampled, or greedily
+    python -m bench beside generate     transformers' generate, greedily
     python -m bench beside evaluation --icl_tasks=A.jsonl,B.jsonl --icl_limit=100    lm-eval
 
     time / first = seconds of a program / seconds of the first in the same round, the median
@@ -12,7 +12,7 @@ of them. Programs with the settings of the first do the same work, from the same
 before the turns their answers (losses, token ids, sums of log-probabilities) are compared, and in
 fp32 on a CPU they have to agree. `--precision` is that of training, and the dtype of the weights
 for text and evaluation. Other people's programs run as their users run them, with the default
-settings of glibc's malloc, unless you set --same_malloc.
+settings of glibc's malloc.
 
 transformers and peft are in requirements-dev.txt, lm-eval is in requirements-peers.txt.
 """
@@ -45,7 +45,6 @@ from text import tokenizer as tokenizers
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 32
-SAMPLING = {"temperature": 0.8, "top_k": 50}
 BATCH_TOKENS = 8192  # of a pass of our evaluation
 
 
@@ -56,8 +55,6 @@ class BesideArgs:
     rounds: int = 5  # turns of each program; the median counts
     steps: int = 1  # optimizer steps, texts or evaluations of a turn
     threads: int = 0  # of each program (0: as many as there are cores)
-    same_malloc: bool = False  # the other programs have our malloc settings, too
-    sampled: bool = False  # draw texts at temperature 0.8 from the 50 likeliest, else greedily
 
 
 class Program:
@@ -72,8 +69,6 @@ class Program:
         self.device = processes.pick_device(cfg.device, 0, 1, 1)
         self.precision, _ = devices.choose_precision(cfg, self.device)
         self.dtype = parallel.DTYPES[self.precision]
-        if args.same_malloc:
-            processes.keep_freed_memory()
         torch.manual_seed(cfg.seed)
         self.work = make(self)
 
@@ -251,11 +246,9 @@ def our_text(p: Program):
     """Our decoder with its cache."""
     decoder = Decoder(our_model(p.m, p.cfg.seed).to(p.device), p.m.vocab_size, p.dtype)
     prompts = random_prompts(p)
-    settings = SAMPLING if p.args.sampled else {"temperature": 0}
 
     def work():
-        uniforms = torch.rand(len(prompts), NEW_TOKENS, device=p.device)
-        tokens = generate(decoder, prompts, NEW_TOKENS, uniforms=uniforms, **settings)
+        tokens = generate(decoder, prompts, NEW_TOKENS, temperature=0)
         return torch.stack([token.clone() for token in tokens], dim=1).flatten()
 
     return work
@@ -275,8 +268,7 @@ def their_text(p: Program):
             pad_token_id=0,
             eos_token_id=None,
             use_cache=True,
-            do_sample=p.args.sampled,
-            **(SAMPLING if p.args.sampled else {}),
+            do_sample=False,
         )
         return ids[:, PROMPT_TOKENS:].flatten()
 
@@ -478,7 +470,7 @@ def main(argv: list[str]) -> None:
 
     pools = start(comparison, flags)
     try:
-        differences = {} if args.sampled else compare_answers(comparison, pools)
+        differences = compare_answers(comparison, pools)
         seconds = take_turns(pools, args.rounds, args.steps)
         places = ask(pools, Program.describe)
     finally:

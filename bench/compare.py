@@ -1,6 +1,6 @@
 """Rows of `bench train`: as tables, over numbers of ranks, and of two machines side by side.
 
-    python -m bench compare mine.csv                            tables, scaling, a picture
+    python -m bench compare mine.csv                            tables, scaling
     python -m bench compare mine.csv theirs.csv --prices=1,4    speed, cost, energy of common models
     sbatch --nodes=4 slurm/scaling.sbatch CONFIG                measures rows over nodes, shows them
 
@@ -13,7 +13,6 @@ only in their number of ranks, and so in the batch, show how a run scales. Of tw
 rows of each common model are compared. Nothing is measured here.
 """
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,29 +219,6 @@ def tables(rows: list[dict[str, str]], source: str) -> str:
     return "\n\n".join([markdown(ours), markdown(foundry), *failed])
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """Bars of tokens/s of one device, and of where the time goes. rows: of `measured`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 1.6 + 0.45 * len(rows)), layout="constrained")
-    speed_axes, share_axes = figure.subplots(1, 2, sharey=True)
-    names = names_of(rows)
-    speed_axes.barh(names, [row["tokens_per_second_device"] for row in rows], color="C0")
-    speed_axes.invert_yaxis()
-    speed_axes.set(xlabel="tokens/s of one device")
-
-    left = [0.0] * len(rows)  # where the next bar begins
-    for part in PARTS:
-        widths = [100 * (row[part] or 0) for row in rows]
-        share_axes.barh(names, widths, left=left, label=part)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    communication = [100 * (row["communication"] or 0) for row in rows]
-    share_axes.plot(communication, names, "k|", ms=14, label="communication (overlaps)")
-    share_axes.set(xlabel="% of a step's time")
-    share_axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    figure.savefig(path, dpi=100)
-
-
 # --- Over numbers of ranks
 
 
@@ -299,18 +275,15 @@ def scaling_table(members: list[dict]) -> str:
 
 
 def show_one(path: Path) -> None:
-    """Print all rows of a file and how they scale, and draw a picture."""
+    """Print all rows of a file and how they scale."""
     rows = read(path)
-    good = measured(rows, str(path))
-    groups = scalings(good)
+    groups = scalings(measured(rows, str(path)))
     print(tables(rows, str(path)), "", sep="\n")
     for title, members in groups.items():
         print(title, "", scaling_table(members), "", sep="\n")
     if not groups:
         print(MORE_SIZES_TEXT.format(out=program.shell(f"--out={path}")))
     print(PUBLISHED_TEXT)
-    if importlib.util.find_spec("matplotlib"):
-        draw(good, path.with_suffix(".png"))
 
 
 # --- Two machines

@@ -14,7 +14,7 @@ with the kernels that are compiled already.
     FOLDER/stages/NAME.log      what the command of a stage printed
     FOLDER/stages/NAME.json     its seconds and status: done, failed, timed out, interrupted, not
                                 reached, or not run and why
-    FOLDER/...                  what the commands wrote: tables, pictures, machine.json
+    FOLDER/...                  what the commands wrote: tables, machine.json
 
 Some stages need a GPU, or two. Without a GPU the others run in miniature on the CPU, which shows
 that the program works; those figures mean nothing.
@@ -278,7 +278,7 @@ def chosen(stages: list[Stage], name: str) -> Stage:
 
 
 def main(argv: list[str]) -> None:
-    """Run the stages, alone in the folder."""
+    """Run the stages that are not done, alone in the folder, and write the page."""
     (args,) = config.load(argv, NightArgs)
     for ending in ENDINGS:
         if signal.getsignal(ending) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -286,25 +286,18 @@ def main(argv: list[str]) -> None:
     folder = Path(args.out).absolute()
     files.require_ours(folder, ["stages/*"], ["README.md", "facts.json"], "set another --out")
     (folder / "stages").mkdir(parents=True, exist_ok=True)
-    with files.locked(folder / "stages" / "lock", "another night writes to this folder, begun"):
-        spend_night(args, folder)
-
-
-def spend_night(args: NightArgs, folder: Path) -> None:
-    """Run the stages that are not done, and write the page."""
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
     hidden = hidden if args.device == "cpu" else {}
-    facts = learn_facts(folder, hidden)
-    stages = stages_of(folder, facts)
-    only = chosen(stages, args.stage) if args.stage else None
-    gpus = len(facts["gpus"])
-    no_gpu = "torch sees no GPU: a miniature on the CPU (if you have one: INSTALL.md)"
-    print(f"{gpus} x {facts['gpus'][0]['name']}" if gpus else no_gpu, flush=True)
-    run_stages(folder, stages, only, args.minutes, hidden)
-
-    missing = [state["stage"] for state in night_report.missing_states(folder)]
-    again = f"not done: {', '.join(missing)} (start again for these). " if missing else ""
-    print(f"{again}Read {folder}/README.md: its end says how to send the folder")
+    with files.locked(folder / "stages" / "lock", "another night writes to this folder, begun"):
+        facts = learn_facts(folder, hidden)
+        stages = stages_of(folder, facts)
+        only = chosen(stages, args.stage) if args.stage else None
+        gpus = len(facts["gpus"])
+        no_gpu = "torch sees no GPU: a miniature on the CPU (if you have one: INSTALL.md)"
+        print(f"{gpus} x {facts['gpus'][0]['name']}" if gpus else no_gpu, flush=True)
+        run_stages(folder, stages, only, args.minutes, hidden)
+    print(night_report.summary(folder))
+    print(f"Read {folder}/README.md: its end says how to send the folder")
 
 
 def run_stages(

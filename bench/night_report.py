@@ -94,12 +94,6 @@ def read_states(folder: Path) -> list[dict]:
     return sorted(states, key=lambda state: state["number"])
 
 
-def missing_states(folder: Path) -> list[dict]:
-    """The states of the stages that could run here, but are not done."""
-    states = [state for state in read_states(folder) if state["status"] != "done"]
-    return [state for state in states if not state["status"].startswith("not run")]
-
-
 def stages_table(folder: Path) -> str:
     """A line for each stage."""
     names = ("stage", "status", "seconds", "command")
@@ -109,10 +103,10 @@ def stages_table(folder: Path) -> str:
 
 def summary(folder: Path) -> str:
     """How many stages are done, and which are not."""
-    done = sum(state["status"] == "done" for state in read_states(folder))
-    missing = missing_states(folder)
+    states = [state for state in read_states(folder) if not state["status"].startswith("not run")]
+    missing = [state for state in states if state["status"] != "done"]
     names = ", ".join(f"{state['stage']} ({state['status']})" for state in missing)
-    counts = f"Done: {done} of {done + len(missing)} stages that can run here"
+    counts = f"Done: {len(states) - len(missing)} of {len(states)} stages that can run here"
     return f"{counts}. Not done: {names}." if missing else f"{counts}."
 
 
@@ -192,7 +186,7 @@ PAGE = """# The first night of {devices}
 
 {summary}
 
-What a stage printed is in `stages/NAME.log`; tables and pictures lie beside this page.
+What a stage printed is in `stages/NAME.log`; tables lie beside this page.
 
 ## Training, measured and predicted
 

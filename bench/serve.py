@@ -28,7 +28,6 @@ import urllib.request
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -64,7 +63,6 @@ class ServeArgs:
     rows: str = "1,8,32"  # of the engine, and of transformers' batches
     turns: int = 3  # of each way; the median counts
     threads: int = 1  # of PyTorch
-    precision: Literal["fp32", "bf16"] = "fp32"  # of the weights
     streams: int = 32  # open at the same time, over HTTP
     new_tokens: int = 16  # of each stream
     key: str = ""  # of the server
@@ -146,15 +144,14 @@ def ways_to_write(args: ServeArgs, cfg: MPTConfig) -> dict:
     """Name -> function of texts."""
     model = MPT(cfg)
     init_weights(model, SEED)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
-    decoder = Decoder(model, cfg.vocab_size, dtype)
+    decoder = Decoder(model, cfg.vocab_size)
     rows = [int(n) for n in args.rows.split(",")]
     ways = {"one by one": partial(one_by_one, decoder)}
     ways["static batch"] = partial(static_batch, decoder)
     for n in rows:
         ways[f"engine, {n} rows"] = partial(engine, n, decoder)
     if find_spec("transformers"):
-        peer = beside.their_model(cfg, SEED).eval().to(dtype)
+        peer = beside.their_model(cfg, SEED).eval()
         for n in rows:
             ways[f"transformers, batches of {n}"] = partial(transformers_batches, n, peer)
     return ways

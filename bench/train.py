@@ -13,9 +13,9 @@ own, and one that runs out of memory does not stop the others. With --alternate 
 so that other load on the machine slows all of them. The data are random tokens; figures are medians
 over the turns. `python -m bench beside train` lets other people's programs take turns with ours.
 
-With --out, the rows are kept in a CSV, with tables (.md) and a picture (.png) beside it. Use one
-CSV for each machine. Rows that are in the CSV already are not measured again. `python -m bench
-compare` shows a CSV, and compares two.
+With --out, the rows are kept in a CSV, with tables (.md) beside it. Use one CSV for each machine.
+Rows that are in the CSV already are not measured again. `python -m bench compare` shows a CSV, and
+compares two.
 
 Under torchrun all rows share their processes. So on a CPU only the first row's peak memory is its
 own, and a row that runs out of memory ends the program. With --max-restarts, torchrun starts it
@@ -29,7 +29,6 @@ shares may add up to more than 1.
 import csv
 import datetime
 import gc
-import importlib.util
 import itertools
 import json
 import math
@@ -161,19 +160,15 @@ class Step:
             profiler.export_chrome_trace(str(path))
             return time_split(json.loads(path.read_text())["traceEvents"])
 
-    def attention(self) -> str:
-        """The attention implementation; for `auto`, also the one that it chose."""
-        chosen = parallel.attention_of(self.model_cfg, self.device, self.precision)
-        return chosen if chosen == self.model_cfg.attn_impl else f"auto ({chosen})"
-
     def describe(self) -> dict:
         """What only the running process knows. peak: FLOP/s; memory_gb: the most so far."""
+        impl = parallel.attention_of(self.model_cfg, self.device, self.precision)
         return {
             "device": devices.describe(self.device),
             "nodes": self.world.global_size // self.world.local_size,
             "precision": self.precision,
             "compile": self.cfg.compile,
-            "attn_impl": self.attention(),
+            "attn_impl": impl if impl == self.model_cfg.attn_impl else f"auto ({impl})",
             "peak": self.peak,
             "memory_gb": runlog.memory_gb(self.device),
         }
@@ -563,16 +558,13 @@ def keep(row: Row, rank: int) -> None:
 
 
 def report(lines: list[dict[str, str]], argv: list[str], args: BenchArgs) -> None:
-    """Print the tables; with --out, also write them and a picture. UserError if no row is ok."""
-    source = args.out or "the results"
-    text = "\n".join([how_measured(argv, args), "", compare.tables(lines, source)])
+    """Print the tables; with --out, also write them. UserError if no row is ok."""
+    tables = compare.tables(lines, args.out or "the results")
+    text = f"{how_measured(argv, args)}\n\n{tables}"
     print(text)
-    any_ok = any(line["status"] == "ok" for line in lines)
     if args.out:
         Path(args.out).with_suffix(".md").write_text(text + "\n")
-        if any_ok and importlib.util.find_spec("matplotlib"):
-            good = compare.measured(lines, source)
-            compare.draw(good, Path(args.out).with_suffix(".png"))
+    any_ok = any(line["status"] == "ok" for line in lines)
     require(any_ok, f"nothing could be measured: {lines[0]['status']}")
 
 

@@ -288,11 +288,7 @@ if not (QUESTIONS / "held_out.jsonl").exists():
     words = "area size read load find join open next".split()
     listed = ["", "x", "x, y", "x, y, z"]
     made_up = {f"def {a}_{b}({x}):": n for a in words for b in words for n, x in enumerate(listed)}
-    train_rows, held_out = questions.split(made_up if SHORT else questions.headers())
-    QUESTIONS.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train_rows), ("held_out", held_out)):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (QUESTIONS / f"{name}.jsonl").write_text(lines)
+    questions.write(QUESTIONS, made_up if SHORT else questions.headers())
 asked = finetuned.read_questions(str(QUESTIONS / "held_out.jsonl"))[:ASKED]
 for row in asked[:3]:
     print(f"{row['prompt']:62}{row['response']}")

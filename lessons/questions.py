@@ -69,18 +69,23 @@ def split(counts: dict[str, int]) -> tuple[list[dict], list[dict]]:
     return train, held_out
 
 
-def main(argv) -> None:
-    """Write both files, and print their first lines. Tokens of other questions are removed."""
-    arguments(argv)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, examples in zip(("train", "held_out"), split(headers()), strict=True):
-        path = FOLDER / f"{name}.jsonl"
+def write(folder: Path, counts: dict[str, int]) -> None:
+    """Write train.jsonl and held_out.jsonl. Tokens of other questions are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, examples in zip(("train", "held_out"), split(counts), strict=True):
+        path = folder / f"{name}.jsonl"
         lines = [json.dumps(example) for example in examples]
         content = "\n".join([*lines, ""]).encode()
         if not (path.exists() and path.read_bytes() == content):
-            shutil.rmtree(FOLDER / "tokens", ignore_errors=True)  # of configs/lora_demo.py
+            shutil.rmtree(folder / "tokens", ignore_errors=True)  # of configs/lora_demo.py
             files.write_atomically(path, content)
         print(f"{path}: {len(lines):,} questions, the first is {lines[0]}")
+
+
+def main(argv) -> None:
+    """Write the questions about the standard library."""
+    arguments(argv)
+    write(FOLDER, headers())
 
 
 if __name__ == "__main__":

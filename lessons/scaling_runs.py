@@ -156,19 +156,13 @@ def train_cell(cell: Cell) -> dict:
 
     documents = read_held_out(model.eval(), dataset.parts[0].val)
     right = answer_questions(model, world)
-    tokens = cfg.max_steps * cfg.global_batch_size * SEQ_LEN
     return {
         "key": cell.key,
         "budget": cell.budget,
         "d_model": cell.d_model,
-        "n_layers": model_cfg.n_layers,
         "seed": cell.seed,
         "n_params": flops.n_params(model_cfg),
-        "tokens": tokens,
-        "flops": float(tokens * flops.train_flops_per_token(model_cfg)),
-        "steps": cfg.max_steps,
-        "batch_tokens": cfg.global_batch_size * SEQ_LEN,
-        "lr": round(cfg.lr, 6),
+        "tokens": cfg.max_steps * cfg.global_batch_size * SEQ_LEN,
         "loss": round(float(documents[:, 0].sum() / documents[:, 1].sum()), 5),  # nats per byte
         "accuracy": round(sum(right) / len(right), 5),
         "right": "".join(str(int(answer)) for answer in right),

@@ -24,15 +24,6 @@ def test_the_list_has_every_file_with_its_first_line(python):
         assert f"  {name:<13} {first_line}\n" in listed + "\n"
 
 
-@pytest.mark.parametrize("name, begins", [
-    ("table", "Rows of `bench train`"),
-    ("scaling", "Rows of `bench train`"),
-    pytest.param("lora", "Ours beside other people's programs", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_old_names_lead_to_the_program_that_took_over(name, begins, python):
-    assert python(name, "--help", program="bench").stdout.startswith(begins)
-
-
 def test_the_door_knows_which_benchmarks_are_ranks():
     """Those end by processes.run; program.run would make each process of torchrun one alone."""
     ends = {name: (ROOT / "bench" / f"{name}.py").read_text().split("\n")[-2] for name in NAMES}

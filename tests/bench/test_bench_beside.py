@@ -47,7 +47,6 @@ def compare(world, words) -> str:
         ("train", "", "transformers"),
         ("lora", "--rslora", "peft"),
         ("generate", "--global_batch_size=2 --max_seq_len=64", "transformers"),
-        ("generate", "--sampled --max_seq_len=64", "transformers"),
         ("evaluation", f"{QUESTIONS} --max_seq_len=128", "lm_eval"),
     ],
 )
