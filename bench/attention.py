@@ -9,8 +9,7 @@ The contestants run in one process and take turns, so that other load on the mac
 them; figures are medians. All contestants are credited with the FLOPs of the formula, whatever a
 kernel really computes. On a GPU the calls are queued behind other work and timed there, so that the
 time in which Python launches them does not count. A contestant that raises (no such backend here,
-out of memory) is n/a, and the others continue. Writes attention_<device>.md, and .json with every
-turn, into bench/results/.
+out of memory) is n/a, and the others continue. Writes attention_<device>.md into bench/results/.
 """
 
 import datetime
@@ -18,14 +17,13 @@ import functools
 import gc
 import importlib
 import itertools
-import json
 import math
 import re
 import statistics
 import sys
 import textwrap
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +37,6 @@ import devices
 import processes
 import program
 from bench.compare import markdown
-from lifecycle import runlog
 from program import require
 
 MATMULS = (2, 5)  # of forward and backward
@@ -362,9 +359,9 @@ def main(argv) -> None:
 
     command = f"python -m bench attention {program.shell(*argv)}".strip()
     triton = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
-    about = runlog.versions() | {"triton": triton, "device": devices.describe(device)}
-    title = f"{about['device']}, torch {about['torch']}, triton {triton}, {datetime.date.today()}"
-    path = Path(args.out) / re.sub(r"\W+", "_", f"attention {about['device']}".lower())
+    name = devices.describe(device)
+    title = f"{name}, torch {torch.__version__}, triton {triton}, {datetime.date.today()}"
+    path = Path(args.out) / re.sub(r"\W+", "_", f"attention {name}".lower())
     path.parent.mkdir(parents=True, exist_ok=True)
 
     cells, matmul_rates = [], []
@@ -376,9 +373,6 @@ def main(argv) -> None:
         matmul = statistics.median(matmul_rates)
         text = "\n\n".join([heading(command, title, args, matmul), *report(cells)])
         path.with_suffix(".md").write_text(text + "\n")
-        raw = {"command": command, **about, "settings": asdict(args)}
-        raw |= {"matmul, TFLOP/s": matmul_rates, "cells": [asdict(cell) for cell in cells]}
-        path.with_suffix(".json").write_text(json.dumps(raw, indent=1))
 
     print(text)
 

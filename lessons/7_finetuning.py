@@ -284,11 +284,10 @@ STEPS = 20 if SHORT else 300  # of finetuning
 BASE_STEPS = 20 if SHORT else 300  # of the base, if there is no demo
 
 QUESTIONS = Path(f"{PLACE}-questions")
-if not (QUESTIONS / "held_out.jsonl").exists():
-    words = "area size read load find join open next".split()
-    listed = ["", "x", "x, y", "x, y, z"]
-    made_up = {f"def {a}_{b}({x}):": n for a in words for b in words for n, x in enumerate(listed)}
-    questions.write(QUESTIONS, made_up if SHORT else questions.headers())
+words = "area size read load find join open next".split()
+listed = ["", "x", "x, y", "x, y, z"]
+made_up = {f"def {a}_{b}({x}):": n for a in words for b in words for n, x in enumerate(listed)}
+questions.write(QUESTIONS, made_up if SHORT else questions.headers())
 asked = finetuned.read_questions(str(QUESTIONS / "held_out.jsonl"))[:ASKED]
 for row in asked[:3]:
     print(f"{row['prompt']:62}{row['response']}")

@@ -267,7 +267,7 @@ assert abs(loss - real_loss) < 0.2, "a threefold extrapolation holds roughly"
 N = np.array([row["n_params"] for row in rows], dtype=float)
 D = np.array([row["tokens"] for row in rows], dtype=float)
 losses = np.array([row["loss"] for row in rows])
-surface = scaling_fits.fit_surface(N, D, losses)
+(surface,) = scaling_fits.fit_surfaces(N, D, [losses])
 residual = math.sqrt(((surface.loss(N, D) - losses) ** 2).mean())
 surfaces = scaling_fits.fit_surfaces(N, D, same_files[:100])
 for name in ("E", "A", "B", "alpha", "beta"):

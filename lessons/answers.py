@@ -222,7 +222,8 @@ def close(what: str, got, expected, tolerance: float = 0.0, hint: str = "") -> N
     """
     hint = f"\n{hint}" if hint else ""
     assert form(got) == form(expected), f"{what}: expected {form(expected)}, got {form(got)}{hint}"
-    got, expected = (np.asarray(detached(x), np.float64) for x in (got, expected))
+    tensors = (x.detach().double() if isinstance(x, torch.Tensor) else x for x in (got, expected))
+    got, expected = (np.asarray(x, np.float64) for x in tensors)
     n_nan = np.isnan(got).sum()
     assert n_nan == 0, f"{what}: {n_nan} of {got.size} numbers are NaN{hint}"
     with np.errstate(invalid="ignore"):  # inf - inf
@@ -238,11 +239,6 @@ def close(what: str, got, expected, tolerance: float = 0.0, hint: str = "") -> N
 def is_number(value) -> bool:
     """Whether it is a number of Python or of NumPy, and no bool."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def detached(value):
-    """The same, a tensor as an array."""
-    return value.detach().double().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def form(value) -> str:

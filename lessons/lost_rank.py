@@ -96,7 +96,6 @@ def resume(flags: list[str], ranks: int, run_dir: Path, log: Path) -> None:
     """Start the run again, for some more steps. UserError unless it resumes and finishes."""
     newest = checkpoint.latest(run_dir)
     last_step = steps_done(run_dir) + STEPS_AFTER
-    begin = time.monotonic()
     launch = Launch([*flags, f"--max_steps={last_step}"], ranks, log)
     try:
         launch.wait(STARTS_IN)
@@ -104,8 +103,7 @@ def resume(flags: list[str], ranks: int, run_dir: Path, log: Path) -> None:
         launch.end(patience=5)
     resumed = f"resuming from {newest}" in log.read_text()
     require(resumed and finished(run_dir, last_step), "the next start did not resume and finish")
-    seconds = time.monotonic() - begin
-    print(f"resumed from {newest.name}, finished at step {last_step} after {seconds:.1f} s")
+    print(f"resumed from {newest.name}, finished at step {last_step}")
 
 
 def main(argv: list[str]) -> None:

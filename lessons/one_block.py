@@ -112,8 +112,7 @@ def one_block_error(dtype) -> float:
 # --------------------------------------------------------------------------------------------------
 # Compiled for a GPU that is not here
 
-MI250, H100 = "gfx90a", "sm_90"
-NAMES = {MI250: "MI250", H100: "H100"}
+CHIPS = {"MI250": "gfx90a", "H100": "sm_90"}
 HEADS = ("queries x keys", "registers", "spilled bytes", "KB shared", "blocks of a unit")
 D = 64
 
@@ -124,7 +123,7 @@ def compile_for_gpus() -> None:
     registers: of a thread. KB shared: of a block of threads. blocks: that a unit can hold.
     """
     print(f"compiled, not run, bf16, heads of {D}: {versions()}\n")
-    rows = [row_of(MI250, MI250), row_of(H100, H100), row_of(MI250, H100)]
+    rows = [row_of("MI250", "MI250"), row_of("H100", "H100"), row_of("MI250", "H100")]
     require(0 not in (rows[0][-1], rows[1][-1]), f"the forward over heads of {D} does not fit")
     *_, spilled, _, blocks = rows[2]
     require(blocks == 0 or spilled, "the H100's settings suit an MI250: lesson 4 errs")
@@ -132,12 +131,13 @@ def compile_for_gpus() -> None:
     print("The last line is the MI250 with the H100's settings; 0 blocks: it could not start.")
 
 
-def row_of(arch: str, settings_of: str) -> tuple:
+def row_of(chip: str, settings_of: str) -> tuple:
     """The project's forward on a chip, with the launch settings of one, as a row of the table.
 
     The last cell: None if this Triton has no tool that reads it.
     """
-    settings = launch_table.row_for(settings_of, D, "forward", torch.bfloat16)
+    arch = CHIPS[chip]
+    settings = launch_table.row_for(CHIPS[settings_of], D, "forward", torch.bfloat16)
     q = torch.empty(1, 256, 4, D, dtype=torch.bfloat16).transpose(1, 2)
     tensors = {"q": q, "k": q, "v": q, "out": q, "lse": torch.empty(1, 4, 256)}
     tensors |= {"slopes": torch.ones(4), "bounds": None}
@@ -146,7 +146,7 @@ def row_of(arch: str, settings_of: str) -> tuple:
     facts, limits = compiled.facts(binaries["forward_kernel"]), compiled.LIMITS[arch]
     shared = f"{facts.shared / compiled.KB:.4g} of {limits.shared_block // compiled.KB}"
     blocks = None if facts.taken is None else compiled.occupancy(limits, facts).blocks
-    label = f"{NAMES[arch]}: {settings[0]} x {settings[1]}"
+    label = f"{chip}: {settings[0]} x {settings[1]}"
     return label, facts.registers, facts.spilled or 0, shared, blocks
 
 

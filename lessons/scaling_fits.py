@@ -16,7 +16,7 @@ import numpy as np
 
 import program
 
-EXPONENTS = np.geomspace(0.05, 2, 60)  # that `fit_surface` tries
+EXPONENTS = np.geomspace(0.05, 2, 60)  # that `fit_surfaces` tries
 
 
 def isoflop_optimum(sizes, losses) -> tuple[float, float] | None:
@@ -51,14 +51,10 @@ class Surface:
         return self.E + self.A * n**-self.alpha + self.B * d**-self.beta
 
 
-def fit_surface(n, d, losses) -> Surface:
-    """The best surface with E, A, B >= 0. n, d, losses: one entry a run."""
-    return fit_surfaces(n, d, [losses])[0]
-
-
 def fit_surfaces(n, d, losses) -> list[Surface]:
-    """`fit_surface` for several sets of losses of the same runs, (sets, runs).
+    """The best surfaces with E, A, B >= 0, for several sets of losses of the same runs.
 
+    n, d: one entry a run; losses (sets, runs).
     With the two exponents given, the best E, A, B solve a linear system. So all pairs of EXPONENTS
     are tried, and the one with the smallest squared error wins.
     """

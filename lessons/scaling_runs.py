@@ -234,8 +234,7 @@ def own_runs(path: Path | None = None) -> list[dict]:
 
 def add(path: Path, row: dict) -> None:
     """Add a line to a grid: the file is replaced as a whole."""
-    lines = [json.dumps(known) for known in [*read(path), row]]
-    content = "".join(line + "\n" for line in lines)
+    content = "".join(json.dumps(known) + "\n" for known in [*read(path), row])
     files.write_atomically(path, content.encode())
 
 
@@ -318,8 +317,6 @@ def main(argv: list[str]) -> None:
         cells, path = [Cell(SHORT_BUDGET, width) for width in WIDTHS[:2]], SHORT
     rows = train_cells(cells, path)
     print(f"runs/lessons/{path.name} has all {len(rows)}")
-    if args.budget:
-        print(describe(rows[0]))
 
 
 if __name__ == "__main__":

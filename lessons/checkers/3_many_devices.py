@@ -151,10 +151,7 @@ def compare(answer, shapes, size: int, same_rows: bool) -> list:
         xs, targets = list(x.chunk(size)), list(target.chunk(size))
     rows = "the same rows" if same_rows else "different rows"
     case = f"on {size} ranks with {rows}, W1 {shapes[0]}, W2 {shapes[1]}"
-    hint = (
-        f"reduce-scatter adds the gradients of {size} ranks, and the loss is a mean over the rows "
-        "of all ranks: all-reduce it"
-    )
+    hint = "reduce-scatter adds; the loss is a mean over the rows of all ranks: all-reduce it"
     found = run(answer, weights, xs, targets)
     names = [f"the loss before step {number}" for number in range(1, STEPS + 1)]
     names += [f"{name} after {STEPS} steps" for name in ("W1", "W2")]

@@ -7,7 +7,6 @@ from lessons.answers import close
 SCALE = 0.5
 # The largest difference, for values of about 1. bfloat16 has 8 significant bits.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
-LITTLE = "no tensor may be as large as W: never form B A, begin with A x; W needs no gradient"
 ONE = torch.ones(1, 1)
 
 
@@ -59,7 +58,8 @@ def check_memory(answer):
     for function, args in calls.items():
         _, peak = answer.measure(function, *args)
         held = f"{function}: its tensors held {peak / 1e6:.1f} MB at once"
-        assert peak < W.nbytes / 2, f"{held}, and W has {W.nbytes / 1e6:.1f} MB. {LITTLE}"
+        hint = "never form B A, begin with A x; W needs no gradient"
+        assert peak < W.nbytes / 2, f"{held}, and W has {W.nbytes / 1e6:.1f} MB: {hint}"
 
 
 def check_merge(answer):

@@ -73,9 +73,8 @@ def check_prediction(answer):
     assert abs(off) <= band, (
         f"The run ({whose}): {run['n_params']:,} parameters, {run['loss']:.3f}. Your bet: {loss:g} "
         f"+- {band:g}, {abs(off):.3f} too {'high' if off > 0 else 'low'}: the run lies outside of "
-        "the band, and the bet is lost.\nThat is a result, too. Keep the bet as a comment, find "
-        "out why it was lost (python -m lessons 8 --answers), then change it: the next is not "
-        "blind. Two ways to extrapolate differ by more than two seeds do."
+        "the band, and the bet is lost. That is a result, too: python -m lessons 8 --answers.\n"
+        "Two ways to extrapolate differ by more than two seeds do."
     )
     return f"compared with {whose}"
 

@@ -1,7 +1,5 @@
 """bench/attention.py: its formula, contestants that fail, and the files that it writes."""
 
-import json
-
 import pytest
 import torch
 
@@ -88,12 +86,6 @@ def test_attention_writes_tables_and_figures(python, tmp_path, monkeypatch):
     assert "Not available: SDPA cuDNN, no bias (" in text
     assert "SDPA cuDNN, no bias" not in names
     assert float(rows[names.index("reference, ALiBi")][1]) > 0
-
-    raw = json.loads((tmp_path / "results/attention_cpu.json").read_text())
-    assert raw["torch"] == torch.__version__
-    assert raw["settings"]["rounds"] == 1
-    assert len(raw["cells"]) == 10
-    assert all(cell["missing"] or len(cell["turns"]) == 1 for cell in raw["cells"])
 
 
 def test_a_list_of_lengths_is_numbers_with_commas():

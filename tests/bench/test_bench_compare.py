@@ -317,10 +317,11 @@ def word(line, name):
     return line.replace("=", " ").split(f"--{name} ")[-1].split()[0]
 
 
-def test_slurm_script_times_every_size_and_prints_the_table(tmp_path):
-    flags = ["--sharding=ZERO1", "--global_batch_size=256"]
-    done, lines = submit(tmp_path, str(ROOT / "configs/mpt1b.py"), *flags)
-    assert done.returncode == 0, done.stderr
+def test_slurm_script_times_every_size_and_a_failed_one_costs_no_other(tmp_path):
+    """Flags of bench's own do not keep the script from reading the batch."""
+    flags = ["--sharding=ZERO1", "--global_batch_size=256", "--rounds=3"]
+    done, lines = submit(tmp_path, str(ROOT / "configs/mpt1b.py"), *flags, FAILS="1024")
+    assert done.returncode == 1 and "failed: 4 nodes, global batch 1024" in done.stderr
     names = ("nodes", "nnodes", "global_batch_size")
     sizes = [tuple(word(line, name) for name in names) for line in lines]
     strong = [("1", "1", "256"), ("2", "2", "256"), ("4", "4", "256")]
@@ -334,15 +335,7 @@ def test_slurm_script_times_every_size_and_prints_the_table(tmp_path):
         assert word(line, "rdzv_endpoint").startswith("node1:")
     for name in ("rdzv_endpoint", "rdzv_id"):  # runs do not meet each other's ranks
         assert len({word(line, name) for line in lines}) == 5
-    assert done.stdout.count("81.0%") == 2  # 0.9 x 0.9 on 4 nodes, strong and weak
-
-
-def test_slurm_script_takes_the_batch_of_the_config_and_a_failed_size_costs_no_other(tmp_path):
-    done, lines = submit(tmp_path, str(ROOT / "configs/mpt1b.py"), "--warmup_turns=3", FAILS="2048")
-    assert done.returncode == 1 and "failed: 4 nodes, global batch 2048" in done.stderr
-    batches = [word(line, "global_batch_size") for line in lines]
-    assert batches == ["512", "512", "1024", "512", "2048"]
-    assert done.stdout.count("81.0%") == 1
+    assert done.stdout.count("81.0%") == 1  # 0.9 x 0.9 on 4 nodes, strong
 
 
 def test_slurm_script_without_a_config_says_how_to_submit(tmp_path):
