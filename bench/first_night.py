@@ -52,14 +52,8 @@ SHORT = "--grad_accum=2 --rounds=3 --steps=2"  # MPT-7B may take 7 s a step
 GRACE = 10  # seconds between SIGTERM and SIGKILL
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends the night and its command
 STARTS_IN = 300  # seconds in which torch must have found out what this machine is
-# What the first word of a command stands for.
-PROGRAMS = {
-    "python": [sys.executable],
-    "torchrun": [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
-    ],
-}
+# Ranks on this machine, at a port of their own.
+TORCHRUN = "python -m torch.distributed.run --standalone --nproc_per_node"
 # Without a GPU: what makes the command of a stage small.
 MINIATURE = {
     "tests": "tests/test_processes.py",
@@ -116,8 +110,8 @@ def stages_of(folder: Path, facts: dict) -> list[Stage]:
         attention += " --lengths=1024,2048,4096,8192"
         generate += " --shapes=768x12,2048x24"
         training = [training_stage(name, facts, out) for name in TRAINED]
-    start = "python" if gpus == 1 else f"torchrun --nproc_per_node {gpus or 2}"
-    network = f"NCCL_DEBUG=INFO torchrun --nproc_per_node 2 -m bench machine --out={out}/two.json"
+    start = "python" if gpus == 1 else f"{TORCHRUN} {gpus or 2}"
+    network = f"NCCL_DEBUG=INFO {TORCHRUN} 2 -m bench machine --out={out}/two.json"
 
     lost = "python -m lessons.lost_rank"
     stages = [
@@ -179,15 +173,11 @@ def run(command: str, log, seconds: float, hidden: dict) -> int | None:
     hidden: variables that hide the GPUs, or nothing. Whatever happens, Ctrl-C too, no process of
     the command is left.
     """
-    words = shlex.split(command)
-    variables = {"PYTHONUNBUFFERED": "1"}
-    while "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        variables[name] = value
     process = subprocess.Popen(
-        PROGRAMS[words[0]] + words[1:],
+        command.replace("python", shlex.quote(sys.executable), 1),
+        shell=True,
         cwd=ROOT,
-        env=os.environ | hidden | variables,
+        env=os.environ | hidden | {"PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
