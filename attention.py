@@ -156,7 +156,8 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
 
     A CPU takes `blocks`, a GPU `triton` for ALiBi in 16 bits, which needs no mask and no extra
     columns there, and `sdpa` otherwise. So do GPUs for which Triton has no matrix instructions
-    (NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000). Measured: bench/results/cpu.md.
+    (NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000), and GPUs on which the kernel gives
+    other results than the formula (gpu_kernels/first_use.py). Measured: bench/results/cpu.md.
     """
     require_known(impl)
     if impl != "auto":
@@ -168,9 +169,9 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
     if not (can_run_triton and supported and alibi and in_16_bits):
         return "sdpa"
-    from gpu_kernels import launch_table  # only GPUs need it
+    from gpu_kernels import first_use  # only GPUs need it
 
-    return "triton" if launch_table.suits(device) else "sdpa"
+    return "triton" if first_use.suits(device) else "sdpa"
 
 
 def require_known(impl: str) -> None:

@@ -18,7 +18,7 @@ They are those of the formula, rounded once more to the dtypes of x and W. No ma
                         logit (gpu_kernels/cross_entropy.py)
 
 The second has not run on a GPU yet: it was checked in Triton's interpreter and on tensors without
-data.
+data, and each process compares it with the formulas before it uses it (gpu_kernels/first_use.py).
 
 The z-loss keeps log_z near 0, where bf16 logits are precise (PaLM, arXiv 2204.02311, section 5).
 
@@ -128,14 +128,15 @@ def takes_kernel(device, dtype) -> bool:
     """Whether the loss of logits with this dtype runs in gpu_kernels/cross_entropy.py.
 
     It needs a GPU, Triton, the C compiler that Triton calls, and at most 32 bits. GPUs for which
-    Triton has no matrix instructions take PyTorch's operators here as they do for attention.
+    Triton has no matrix instructions, or on which a kernel gives other results than the formulas,
+    take PyTorch's operators here as they do for attention.
     """
     can_run_triton = device.type == "cuda" and attention.HAS_TRITON and attention.CAN_BUILD
     if not can_run_triton or dtype == torch.float64:
         return False
-    from gpu_kernels import launch_table  # only GPUs need it
+    from gpu_kernels import first_use  # only GPUs need it
 
-    return launch_table.suits(device)
+    return first_use.suits(device)
 
 
 def loss_rows(vocab_size: int, device) -> int:

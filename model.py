@@ -261,8 +261,8 @@ class MPT(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.cfg = cfg
-        # The id that ends a document, for attn_uses_sequence_id. It depends on the tokenizer, so
-        # the program that trains sets it.
+        # The id that ends a document, for attn_uses_sequence_id; None: each row is one document.
+        # It depends on the tokenizer, so the program that trains sets it.
         self.separator = None
         # The settings of the adapters that lora.py has put on, or None.
         self.lora = None

@@ -95,15 +95,6 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-@torch.compiler.assume_constant_result  # torch.compile calls it, and does not trace it
-def suits(device: torch.device) -> bool:
-    """Whether Triton's kernels are worth running on this device.
-
-    If not, one line on stderr says so, once per process.
-    """
-    return has_matrix_instructions(architecture(device))
-
-
 @functools.cache
 def has_matrix_instructions(arch: str) -> bool:
     """Whether Triton has matrix instructions for this architecture. If not, says so."""

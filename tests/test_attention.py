@@ -11,7 +11,7 @@ from tracing.tracer import Tracer
 
 import attention as attention_module
 from attention import alibi_slopes, attention, attention_bias, choose
-from gpu_kernels import launch_table
+from gpu_kernels import first_use, launch_table
 from program import UserError
 
 
@@ -398,13 +398,14 @@ CASE = dict(device=GPU, dtype=torch.bfloat16, head_dim=64, alibi=True, dropout_p
 
 @pytest.fixture
 def triton_runs(monkeypatch):
-    """Triton can run, on an H100. Returns a function that names another architecture."""
+    """Triton can run, and well, on an H100. Returns a function that names another architecture."""
 
     def name_gpu(arch):
         monkeypatch.setattr(launch_table, "architecture", lambda device: arch)
 
     monkeypatch.setattr(attention_module, "HAS_TRITON", True)
     monkeypatch.setattr(attention_module, "CAN_BUILD", True)
+    monkeypatch.setattr(first_use, "are_right", lambda device: True)
     launch_table.has_matrix_instructions.cache_clear()
     name_gpu("sm_90")
     return name_gpu

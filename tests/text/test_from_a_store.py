@@ -224,7 +224,7 @@ def test_a_block_damaged_on_the_way_is_fetched_again(store, tokens, tmp_path):
     damaged = []
 
     def once(method, path):
-        if "train-" in path and len(damaged) < 5:
+        if "train-" in path and not damaged:
             damaged.append(path)
             return "corrupt"
 
@@ -232,7 +232,7 @@ def test_a_block_damaged_on_the_way_is_fetched_again(store, tokens, tmp_path):
     cfg = settings(tmp_path / "cache")
     with opened(place(store.url, tokens), cfg, alone()) as dataset:
         compare(dataset, tokens, cfg, alone(), range(20))
-    assert len(damaged) == 5
+    assert damaged
 
 
 CHANGES = {  # a change of the store, and what is said of the shard

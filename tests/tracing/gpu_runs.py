@@ -31,6 +31,7 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from evaluation.score import Request, score
+from gpu_kernels import first_use
 from model import MPT
 from serving import decoder
 from tracing.live_bytes import real_offsets
@@ -97,6 +98,7 @@ def pretended(setting: Setting) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of torch, about what a GPU would do
             stack.enter_context(mock.patch.multiple(parallel, **real))
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", fused))
+            stack.enter_context(mock.patch.object(first_use, "are_right", lambda gpu: True))
             stack.enter_context(real_offsets())
             # It would allocate on the GPU, so that autograd finds it awake.
             stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
