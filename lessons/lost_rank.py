@@ -27,7 +27,7 @@ import torch
 import checkpoint
 import config
 import program
-from lessons.elastic import Launch, finished, steps_done
+from lessons.elastic import Launch, Part, steps_done, supervise
 from program import RESUME_ME, UserError, require
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -96,13 +96,9 @@ def resume(flags: list[str], ranks: int, run_dir: Path, log: Path) -> None:
     """Start the run again, for some more steps. UserError unless it resumes and finishes."""
     newest = checkpoint.latest(run_dir)
     last_step = steps_done(run_dir) + STEPS_AFTER
-    launch = Launch([*flags, f"--max_steps={last_step}"], ranks, log)
-    try:
-        launch.wait(STARTS_IN)
-    finally:
-        launch.end(patience=5)
+    supervise(run_dir, [*flags, f"--max_steps={last_step}"], Part(ranks), last_step)
     resumed = f"resuming from {newest}" in log.read_text()
-    require(resumed and finished(run_dir, last_step), "the next start did not resume and finish")
+    require(resumed, "the next start did not resume")
     print(f"resumed from {newest.name}, finished at step {last_step}")
 
 
@@ -117,7 +113,7 @@ def main(argv: list[str]) -> None:
     ranks = max(n for n in (2, 3, 4, 6, 8) if n <= places)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the ranks too
     with tempfile.TemporaryDirectory() as folder:
-        run_dir, log = Path(folder, "run"), Path(folder, "log")
+        run_dir, log = Path(folder, "run"), Path(folder, "run.log")
         flags = [*SETTINGS, f"--run_dir={run_dir}", f"--data_dir={folder}/data"]
         flags += [f"--device={device}", f"--max_steps={FOREVER}"]
         print(f"{ranks} ranks on {device}", flush=True)
