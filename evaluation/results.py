@@ -2,8 +2,6 @@
 
 A file holds the settings, and the figures of all finished tasks. Results of other weights, another
 tokenizer or another precision are never mixed: the program refuses them.
-
-Run `python -m evaluation.results scores.json` to see which tasks a file holds.
 """
 
 import hashlib
@@ -64,17 +62,3 @@ def fingerprint(model) -> str:
     for param in model.parameters():
         heads.append(param.detach().flatten()[:16].float().cpu().numpy().tobytes())
     return hashlib.sha256(b"".join(heads)).hexdigest()[:16]
-
-
-def main(argv) -> None:
-    """Print the model and the tasks of a file of results."""
-    (path,) = program.arguments(argv, "FILE.json")
-    content = files.read_json(path, dict, {"settings": dict, "tasks": dict})
-    print(f"{path}: {files.shown(content['settings'].get('model'))}")
-    for name, result in content["tasks"].items():
-        digest = result.get("digest") if isinstance(result, dict) else None
-        print(f"  {name}: digest {files.shown(digest)}")
-
-
-if __name__ == "__main__":
-    program.run(main)

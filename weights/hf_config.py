@@ -21,9 +21,6 @@
 Weights have the same names everywhere (`transformer.blocks.0.attn.Wqkv.weight`), so there is no
 table of names. `check_format` refuses a model whose weights are not those of an MPT, such as one
 of a fork.
-
-Run `python -m weights.hf_config path/to/mpt-7b` to see the settings of such a folder as this
-project has them.
 """
 
 import json
@@ -396,16 +393,3 @@ def check_format(state: dict, cfg: MPTConfig) -> None:
         f"Hugging Face's format cannot hold the model: {len(wrong)} weights are not those of an "
         f"MPT: {', '.join(wrong[:3])}",
     )
-
-
-def main(argv) -> None:
-    """Print the MPTConfig of a folder's config.json."""
-    (folder,) = program.arguments(argv, "FOLDER")
-    path = Path(folder) / "config.json"
-    cfg = config_from(files.read_json(path), str(path))
-    for name, value in asdict(cfg).items():
-        print(f"{name:24}{value}")
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -21,7 +21,6 @@ Run `python -m weights.load runs/demo` to see what is at a path.
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -82,10 +81,8 @@ def load_model(
 
     If it holds adapters: their base, with the adapters merged into it. in_fp32: the caller will
     compute in fp32, so the merged weights are not rounded to the dtype of a base in half precision.
-
-    It needs no process group; where there is one, every rank calls it. team: tensor ranks, of which
-    this one gets its part of the model; None: the whole. Raises UserError if the checkpoint is
-    damaged.
+    team: tensor ranks, of which this one gets its part of the model; None: the whole. Where there
+    is a process group, every rank calls it. Raises UserError if the checkpoint is damaged.
     """
     checkpoint.require_sound(path)
     if checkpoint.adapter_settings(path):
@@ -96,17 +93,21 @@ def load_model(
         return model
     cfg = checkpoint.settings(path)
     metadata = rank_zero_decides(lambda: read_metadata(path))
-    # This may be another device than the one that it was trained on: choose the implementation
-    # anew.
-    cfg = replace(cfg, attn_impl=function_of(cfg.attn_impl))
-    with torch.device("meta"):
-        model = MPT(cfg)
+    model = without_memory(cfg)
     require_weights(path, metadata, model.state_dict())  # before memory is allocated
     if team:
         tensor_parallel.cut(model, team)
     model.to_empty(device=device)
     checkpoint.fill(path, {"model": model.state_dict()}, metadata, layout_of(model))
     return model.eval()
+
+
+def without_memory(cfg: MPTConfig) -> MPT:
+    """A model on the meta device. Its attention is chosen anew: this may be another device than
+    the one that it was trained on.
+    """
+    with torch.device("meta"):
+        return MPT(replace(cfg, attn_impl=function_of(cfg.attn_impl)))
 
 
 def load_adapted(path: Path, device: torch.device, team: Team | None = None, base: str = "") -> MPT:
@@ -131,9 +132,7 @@ def with_adapter(
     Raises UserError if the adapter does not fit.
     """
     check_fits(adapter, cfg, base)
-    cfg = replace(cfg, attn_impl=function_of(cfg.attn_impl))
-    with torch.device("meta"):
-        model = MPT(cfg)
+    model = without_memory(cfg)
     if team:
         tensor_parallel.cut(model, team)
     model.to(torch.float32 if adapter.settings.lora_train else dtype_of(base, model))
@@ -314,21 +313,14 @@ def init_from(model: MPT, path) -> None:
 def check_init_from(cfg: TrainConfig, model_cfg: MPTConfig) -> None:
     """UserError unless --init_from holds the weights of such a model: see `check_same_model`.
 
-    It may be gone if the run has checkpoints, which hold all weights. If this run has adapters, the
-    message says where their base was.
+    It may be gone if the run has checkpoints that hold all weights, not just adapters.
     """
     path = cfg.init_from
     if Path(path).exists():
         return check_same_model(path, model_cfg)
+    has_all_weights = checkpoint.latest(cfg.run_dir) and not cfg.lora_rank
     fix = "give a run, one of its checkpoints, or a Hugging Face folder"
-    newest = checkpoint.latest(cfg.run_dir)
-    if newest and not cfg.lora_rank:
-        return
-    if newest:
-        with suppress(UserError, KeyError):  # damaged, or not of adapters
-            base = checkpoint.read_meta(newest)["base"]
-            fix = f"the adapters in {cfg.run_dir} belong to {base}"
-    raise UserError(f"--init_from={path} does not exist: {fix}")
+    require(has_all_weights, f"--init_from={path} does not exist: {fix}")
 
 
 def check_same_model(path, cfg: MPTConfig) -> None:

@@ -16,9 +16,8 @@
     python -m weights.peft merge runs/my-lora runs/merged          W + s B A: a run without adapters
     python -m weights.peft merge FOLDER runs/merged --init_from=BASE
 
-Which layers have adapters is read from the names of the tensors. PEFT ignores the tensors of layers
-that target_modules and the settings beside it do not name: a file with any is refused. So is a
-setting that would change what the model computes, and that lora.py does not have (`ALLOWED`).
+Which layers have adapters is read from the names of the tensors, not from target_modules. A setting
+that would change what the model computes, and that lora.py does not have, is refused (`ALLOWED`).
 """
 
 import json
@@ -52,19 +51,14 @@ TENSOR_NAME = re.compile(
 
 # Of adapter_config.json: what must be there, what may, and the types.
 REQUIRED = {"peft_type": str, "r": int, "lora_alpha": float}
-NAMES = (str, list, type(None))  # a pattern, or a list of names
 OPTIONAL = {  # null is the same as none of it
-    "target_modules": NAMES,
-    "exclude_modules": NAMES,
-    "layers_to_transform": (int, list, type(None)),
-    "layers_pattern": NAMES,
     "use_rslora": (bool, type(None)),
     "lora_dropout": (float, type(None)),
     "base_model_name_or_path": (str, type(None)),
 }
-SELECTION = ["target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"]
-# These change nothing in what a stored adapter computes.
+# These change nothing in what a stored adapter computes: the tensors say which layers it has.
 IGNORED = """
+    target_modules exclude_modules layers_to_transform layers_pattern
     task_type auto_mapping revision peft_version inference_mode megatron_core runtime_config
     qalora_group_size
 """.split()
@@ -94,7 +88,6 @@ def read(folder) -> Adapter:
     has_tensors = (folder / TENSOR_FILE).exists()
     require(has_tensors, f"{folder} has no {TENSOR_FILE} beside {CONFIG_FILE}: {fix}")
     tensors = mapped(folder / TENSOR_FILE, settings.lora_rank)
-    check_named(tensors, foreign, source)
     return Adapter(settings, tensors, foreign.get("base_model_name_or_path") or "")
 
 
@@ -164,62 +157,6 @@ def check_pairs(stored: dict[str, Stored], rank: int, folder: Path) -> None:
         fits = len(shape) == 2 and shape[0 if is_a else 1] == rank
         expected = f"({rank}, in)" if is_a else f"(out, {rank})"
         require(fits, f"{name} is {shape} in {folder}, expected {expected}, since r is {rank}")
-
-
-def check_named(tensors: dict[str, torch.Tensor], foreign: dict, source: Path) -> None:
-    """UserError unless an adapter_config.json names each layer for which there are tensors."""
-    selection = {name: foreign.get(name) for name in SELECTION}
-    for name, value in selection.items():
-        if isinstance(value, list):
-            kind = int if name == "layers_to_transform" else str
-            is_of_kind = all(isinstance(item, kind) for item in value)
-            require(is_of_kind, f"{source} is damaged ({name!r} is no list of {kind.__name__})")
-            selection[name] = frozenset(value)
-    for layer in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
-        try:
-            named = is_named(layer, **selection)
-        except (re.error, OverflowError, RecursionError) as error:
-            reason = program.one_line(error)
-            raise UserError(f"{source} selects layers by a pattern that fails: {reason}") from error
-        given = "; ".join(f"{name} {json.dumps(foreign.get(name))[:60]}" for name in SELECTION)
-        problem = f"{source.parent} holds tensors for {layer}, which {CONFIG_FILE} does not name"
-        fix = "correct that file, or remove the tensors"
-        require(named, f"{problem}, so that PEFT ignores them: {fix} ({given})")
-
-
-def is_named(
-    layer: str, target_modules, exclude_modules, layers_to_transform, layers_pattern
-) -> bool:
-    """Does PEFT give a layer, such as transformer.blocks.0.attn.Wqkv, an adapter?
-
-    The settings are those of adapter_config.json, lists as sets. As `check_target_module_exists` in
-    peft/tuners/tuners_utils.py. Raises what a pattern may: re.error, OverflowError, RecursionError.
-    """
-    if exclude_modules and is_among(layer, exclude_modules):
-        return False
-    if isinstance(target_modules, str):
-        everything = target_modules.lower() == "all-linear"
-        return everything or is_among(layer, target_modules)
-    if target_modules is None:
-        target_modules = {"Wqkv"}  # its default for MPT
-    if layer in target_modules or layers_to_transform in (None, frozenset()):
-        return is_among(layer, target_modules)
-
-    numbered = {layers_pattern} if isinstance(layers_pattern, str) else layers_pattern
-    blocks, number = "transformer.blocks", int(layer.split(".")[2])
-    ends = [rf"(?:.*\.)?{pattern}" for pattern in numbered or ()]
-    is_numbered = not ends or any(re.fullmatch(end, blocks) for end in ends)
-    chosen = layers_to_transform
-    is_chosen = number in (chosen if isinstance(chosen, frozenset) else {chosen})
-    return is_numbered and is_chosen and is_among(layer, target_modules)
-
-
-def is_among(layer: str, names) -> bool:
-    """Is a layer named by a pattern for its path, or by a set of paths and of their ends?"""
-    if isinstance(names, str):
-        return bool(re.fullmatch(names, layer))
-    parts = layer.split(".")
-    return any(".".join(parts[first:]) in names for first in range(len(parts)))
 
 
 def adapter_at(path) -> Adapter:
