@@ -108,10 +108,7 @@ def best(values: list[float]) -> int:
 
 
 def accuracy(name: str, right: list[bool]) -> dict:
-    """The share of right answers and the standard error of this mean.
-
-    The variance has the divisor n - 1, as in lm-evaluation-harness.
-    """
+    """The share of right answers, and its standard error with the divisor n - 1, as in lm-eval."""
     n = len(right)
     p = sum(right) / n
     return {"n": n, name: p, f"{name}_stderr": math.sqrt(p * (1 - p) / max(1, n - 1))}
@@ -122,10 +119,7 @@ def accuracy(name: str, right: list[bool]) -> dict:
 
 
 def table(results: dict, name: str) -> str:
-    """Multiple choice and schema as a Markdown table like that of the posts; other kinds below.
-
-    results: {task: figures}. name: of the model.
-    """
+    """The Markdown table of {task: figures}, as in the posts, then a line for each other kind."""
     chosen = {task: r for task, r in results.items() if "foundry" in r}
     lines = choice_table(chosen, name) if chosen else []
     for task, r in results.items():

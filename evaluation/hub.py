@@ -64,10 +64,7 @@ POSSESSIVE = "my his her our their".split()
 
 
 def winograd(row: dict) -> dict:
-    """Winograd: whom does a pronoun mean? Each option takes the place of the pronoun.
-
-    It gets 's for a possessive pronoun, and a lower-case article inside a sentence.
-    """
+    """Winograd: whom does a pronoun mean? Each option takes the place of the pronoun."""
     text = row["text"].replace("  ", " ")
     start = row["pronoun_loc"]
     pronoun = row["pronoun"]

@@ -15,11 +15,7 @@ from storage import files
 
 
 def finished(out: str, settings: dict) -> dict:
-    """The figures of the tasks in an earlier `out`: {task: figures}.
-
-    Raises UserError if it is not a file of results, or of other weights, precision or ids than
-    `settings`.
-    """
+    """{task: figures} of an earlier `out`. UserError if weights, precision or ids are others."""
     if not (out and Path(out).exists()):
         return {}
     fix = "choose another --out"
@@ -37,10 +33,7 @@ def finished(out: str, settings: dict) -> dict:
 
 
 def has_figures(result) -> bool:
-    """Whether a result in a file has all figures that the table prints.
-
-    A result without a digest passes: it is computed again, and not printed.
-    """
+    """Has a result all figures that the table prints? One without a digest is computed again."""
     if not isinstance(result, dict):
         return False
     if "digest" not in result:

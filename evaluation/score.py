@@ -114,10 +114,7 @@ def grouped(requests, batch_tokens: int) -> list[Group]:
 
 
 def all_batches(requests, batch_tokens: int, max_width: int) -> list[list[list[Group]]]:
-    """Two lists of batches: of groups with one context (two passes), of single requests (one pass).
-
-    All ranks work on the same list at the same time, so they make equally many passes.
-    """
+    """Batches of groups with one context (two passes), and of single requests (one pass)."""
     groups = grouped(requests, batch_tokens)
     several = [group for group in groups if group.shared]
     single = [group for group in groups if not group.shared]
@@ -152,10 +149,7 @@ class BatchShape(NamedTuple):
 
 
 def batched(groups: list[Group], requests, batch_tokens: int, max_width: int) -> list[list[Group]]:
-    """Batches of groups of similar lengths, the longest first.
-
-    Each has at most `batch_tokens` tokens and `max_width` columns, or it is a single group.
-    """
+    """Batches of groups of similar lengths, the longest first; a large group has one of its own."""
 
     def suffixes(group):
         return [len(requests[i].ids) - group.shared for i in group.indices]
@@ -225,10 +219,7 @@ def read_contexts(model, batch: list[Group], requests, room: int, device, precis
 
 
 def padded(rows, counts, device, left=False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels (B, T) of rows of ids; the last `count` ids of each row are labels.
-
-    Padded on the right, or on the left.
-    """
+    """Inputs and labels (B, T) of rows of ids; the last `count` ids of each row are labels."""
     width = max(len(row) for row in rows) - 1
     ids = np.zeros((len(rows), width), np.int64)
     labels = np.full((len(rows), width), IGNORE, np.int64)

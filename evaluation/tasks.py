@@ -252,10 +252,7 @@ def worded(row: dict, delimiter: str, strip: bool = True) -> Item:
 
 
 def with_shots(items: list[Item], shots: int, separator: str, seed: int) -> list[Item]:
-    """Each item below `shots` others with their answers.
-
-    The choice depends on the seed and the item's number. An item is never its own example.
-    """
+    """Each item below `shots` others with their answers, drawn by seed and number of the item."""
     if shots == 0:
         return items
     examples = list(dict.fromkeys(item.example for item in items))
@@ -338,10 +335,7 @@ def continuations(
 
 
 def text_of(source: str) -> str:
-    """The text of a file of documents, or of the validation split of a prepared data set.
-
-    Empty if there is neither.
-    """
+    """The text of a file, or of the validation split of a prepared data set; else empty."""
     description = Path(source, "dataset.json")
     if description.is_file():
         name = files.read_json(description, dict, {"tokenizer": str})["tokenizer"]

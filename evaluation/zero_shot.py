@@ -126,10 +126,7 @@ def prepare(m: MPTConfig, cfg: TrainConfig, file: Path):
 
 
 def pairs_of(task, tokenizer, max_seq_len: int) -> list[tuple]:
-    """The (context, continuation) pairs of a task, each once.
-
-    They are strings, or for a text's windows tuples of ids.
-    """
+    """The (context, continuation) pairs of a task, each once. Those of a text are tuples of ids."""
     if task.kind == "text":
         ids = [int(i) for i in tokenizer.encode(task.text)]
         return windows(ids, tokenizer.eot, max_seq_len)

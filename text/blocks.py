@@ -97,10 +97,7 @@ def write_index(folder: Path) -> None:
 
 
 def write_index_in_store(url: str) -> None:
-    """Write blocks.crc32 of a data set in a store: reads all of its shards once.
-
-    UserError if one is damaged.
-    """
+    """Write blocks.crc32 of a data set in a store, of which it reads all shards once."""
     store = open_store(url)
     sizes = {name: size for name, size in sorted(store.sizes().items()) if is_shard(name)}
     require(sizes, f"no shards are in {url}: copy a folder there that data.py has made")

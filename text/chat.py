@@ -254,10 +254,7 @@ class Missing(jinja2.Undefined):
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: its content, unchanged.
-
-    With these tags a template says which text the assistant wrote. The roles say it here.
-    """
+    """{% generation %} ... {% endgeneration %}, which say what the assistant wrote: unchanged."""
 
     tags = {"generation"}
 

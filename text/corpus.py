@@ -133,10 +133,7 @@ def sizes_hash(dataset: str) -> str:
 
 
 def content_hash(dataset: str) -> str:
-    """A short hash of the names and the content of the files, all of which it reads.
-
-    Empty for a data set on the Hub, which is assumed not to change.
-    """
+    """A short hash of the names and the content of the files. Empty for the Hub."""
     paths = files(dataset)
     digest = hashlib.sha256()
     for path in paths:
@@ -311,10 +308,7 @@ def parquet_documents(path: str):
 
 
 def jsonl_documents(path: str):
-    """The field `text` of each line of a .jsonl file, but for blank ones.
-
-    Raises UserError naming the line.
-    """
+    """The field `text` of each line of a .jsonl file. UserError names a bad line."""
     for number, line in enumerate(text_lines(path), 1):
         if not line.strip():
             continue
@@ -330,10 +324,7 @@ def jsonl_documents(path: str):
 
 
 def table_documents(path: str):
-    """The column `text` of a .csv or .tsv file whose first row has the column names.
-
-    A quoted field may hold line breaks. Raises UserError naming the line.
-    """
+    """The column `text` of a .csv or .tsv file with a head. UserError names a bad line."""
     csv.field_size_limit(2**31 - 1)  # bytes; the default, 128 kB, is shorter than many documents
     delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     rows = csv.reader(text_lines(path), delimiter=delimiter, strict=True)
@@ -399,10 +390,7 @@ def unique(pairs) -> dict:
 
 
 def raw_lines(path: str):
-    """The lines of a file that should be UTF-8, as bytes, each with its line break.
-
-    Without a byte order mark: that of another encoding is a UserError.
-    """
+    """The lines of a UTF-8 file, as bytes. UserError for the mark of another encoding."""
     with file_reader.open_regular(path) as file:
         for number, line in enumerate(file):
             yield without_mark(line, path) if number == 0 else line

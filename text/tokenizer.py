@@ -324,10 +324,7 @@ def spelled_out(text: str, special_tokens: Iterable[str]) -> str:
 
 
 def library_tokenizer(path: str, content: bytes):
-    """A `tokenizers.Tokenizer` from the content of a tokenizer.json.
-
-    Raises UserError if it is damaged or not byte-level.
-    """
+    """A `tokenizers.Tokenizer` of a tokenizer.json. UserError if damaged or not byte-level."""
     try:
         import tokenizers
     except ImportError as error:
@@ -415,10 +412,7 @@ def load_gpt2() -> Tokenizer:
 
 
 def load_bpe(name: str, path: str | None) -> Tokenizer:
-    """A BPE that was trained here, from its JSON file.
-
-    UserError if the file is damaged or holds a different tokenizer.
-    """
+    """A BPE that was trained here. UserError if its file is damaged or holds another tokenizer."""
     require(path is not None, f"{name} is trained here, so load it with the path of its file")
     fix = "remove it and train again"
     fields = {"name": str, "fingerprint": str, "tokens": list}
@@ -553,10 +547,7 @@ def learn(words: list[list[int]], counts: list[int], size: int) -> list[bytes]:
 
 
 def merge_in_words(pair, new_id: int, words, counts, words_with) -> collections.Counter:
-    """Merge `pair` in the words that hold it. Returns the change of each pair's total.
-
-    Updates `words` and `words_with`; the other arguments are those of `learn`.
-    """
+    """Merge `pair` in the words that hold it. Returns the change of each pair's total."""
     changes = collections.Counter()
     for index in words_with.pop(pair):
         old_word = words[index]

@@ -194,10 +194,7 @@ def content_of(path: Path) -> bytes:
 
 
 def settings_of(run_dir: Path) -> dict:
-    """The settings of a run: its config.json, or of imported weights those of the checkpoint.
-
-    UserError if there are none, or they are damaged.
-    """
+    """The settings of a run, if imported of its checkpoint. UserError if there are none."""
     path = Path(run_dir) / "config.json"
     newest = checkpoint.latest(run_dir)
     if not path.exists() and newest:
@@ -488,10 +485,7 @@ class Axes:
 
 
 def write_beside(folder: Path, path: Path) -> None:
-    """Write the card of a checkpoint's run into the folder of its exported weights.
-
-    Not if the run has no settings: a checkpoint may have been copied without its run.
-    """
+    """Write the card of a checkpoint's run beside its exported weights, if the run is there."""
     run_dir = path.absolute().parent.parent
     with suppress(UserError):
         text = page(run_dir, run_dir.name, record_of(run_dir), checkpoint.number(path))

@@ -231,10 +231,7 @@ def kv_heads(attention: dict, source: str) -> int | None:
 
 
 def check_rope(attention: dict, values: dict, source: str) -> None:
-    """UserError if the model has rotary positions other than plain RoPE.
-
-    attention: the attn_config; values: the settings read so far.
-    """
+    """UserError if an attn_config has other rotary positions than RoPE. values: read so far."""
     if not values.get("rope"):
         return
     impl = attention.get("rope_impl", "dail")
@@ -304,10 +301,7 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:
-    """The settings that transformers' MptForCausalLM ignores or refuses, each with its own value.
-
-    LLM Foundry's code knows them all.
-    """
+    """The settings that transformers' MptForCausalLM ignores or refuses, each with its value."""
     known = MPTConfig(alibi=True, no_bias=True)  # the only values that transformers knows
     names = """
         alibi alibi_bias_max rope no_bias qk_ln logit_scale expansion_ratio attn_uses_sequence_id
@@ -326,10 +320,7 @@ def lost_in_transformers(cfg: MPTConfig) -> list[str]:
 
 
 def warn_of_transformers(settings: dict, cfg: MPTConfig, source: str) -> None:
-    """Warn if transformers wrote a config.json, and ignores some of the settings in it.
-
-    A model that was trained there was trained without them.
-    """
+    """Warn of settings in a config.json that transformers wrote, but ignored in training."""
     by_transformers = is_of_transformers(settings) and "transformers_version" in settings
     lost = ", ".join(lost_in_transformers(cfg))
     if by_transformers and lost:
@@ -376,10 +367,7 @@ def weights_in_format(cfg: MPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_format(state: dict, cfg: MPTConfig) -> None:
-    """UserError naming the weights of a model that are not those of an MPT of these settings.
-
-    state: name -> tensor, with memory or without.
-    """
+    """UserError naming weights of a model that are not those of an MPT of these settings."""
     wanted = weights_in_format(cfg)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = [f"{name} {shape}" for name, shape in shapes.items() if name not in wanted]

@@ -92,10 +92,7 @@ def is_ours(name: str, folder: Path) -> bool:
 
 
 def why_unreadable(source: Path, settings: dict, named: str) -> str:
-    """What says that a model without tokenizer.json has a tokenizer which cannot be read; or "".
-
-    settings: its config.json; named: the tokenizer that this names.
-    """
+    """What says that a model without tokenizer.json has a tokenizer that cannot be read; or ""."""
     folder = folder_of(source)
     for name in OTHER_FORMATS:
         if (folder / name).exists():
@@ -119,10 +116,7 @@ def why_unreadable(source: Path, settings: dict, named: str) -> str:
 
 
 def file_of(source: Path, name: str) -> Path | None:
-    """The file beside foreign weights that `tokenizers.load` needs for a bpe-N.
-
-    None for a tokenizer.json: its name is its path.
-    """
+    """The file beside foreign weights that `tokenizers.load` needs for a bpe-N; else None."""
     return None if name.endswith(".json") else folder_of(source) / BPE_TOKENIZER
 
 
@@ -148,10 +142,7 @@ def kept_generation(run_dir: Path) -> dict:
 
 
 def with_valid_ids(generation: dict, source: Path) -> dict:
-    """`generation` without special ids that are none, as a pad_token_id of -1.
-
-    eos_token_id may be a list of ids; UserError if it is no id.
-    """
+    """`generation` without special ids that are none, as -1. UserError if eos_token_id is one."""
     ends = generation.get("eos_token_id", 0)
     are_ids = all(map(is_id, ends if isinstance(ends, list) else [ends]))
     problem = f"{source} sets eos_token_id to {shown(ends)}"

@@ -46,10 +46,7 @@ MERGE_FROM = "run python -m weights.peft merge RUN OUT --init_from=PATH"
 
 
 def find(path: str) -> Path:
-    """The Hugging Face folder or the checkpoint at a path. UserError if there is neither.
-
-    A run folder stands for its newest complete checkpoint.
-    """
+    """The Hugging Face folder at a path, or the checkpoint, of a run its newest complete one."""
     folder = Path(path)
     fix = f"import it first: python -m weights.hf import {shell(path)} runs/NAME"
     require(not folder.is_file(), f"{path} is a file, not a folder: {fix}")
@@ -249,10 +246,7 @@ def load_for_sampling(
 
 
 def load_from_run(found: Path, step: int | None, device, team: Team | None, in_fp32: bool = False):
-    """The model, tokenizer and name that `load_for_sampling` returns for a run.
-
-    found: a checkpoint of the run, loaded unless `step` asks for another one.
-    """
+    """What `load_for_sampling` returns for a run. found: its checkpoint, if `step` is none."""
     has_step_0 = (found.parent / "step-0").exists()  # of imported weights
     untrained = step == 0 and not has_step_0
     if step is not None and not untrained:
@@ -311,10 +305,7 @@ def init_from(model: MPT, path) -> None:
 
 
 def check_init_from(cfg: TrainConfig, model_cfg: MPTConfig) -> None:
-    """UserError unless --init_from holds the weights of such a model: see `check_same_model`.
-
-    It may be gone if the run has checkpoints that hold all weights, not just adapters.
-    """
+    """UserError unless --init_from holds such a model. It may be gone if a checkpoint is whole."""
     path = cfg.init_from
     if Path(path).exists():
         return check_same_model(path, model_cfg)
@@ -324,10 +315,7 @@ def check_init_from(cfg: TrainConfig, model_cfg: MPTConfig) -> None:
 
 
 def check_same_model(path, cfg: MPTConfig) -> None:
-    """UserError if the settings of the model at `path` give other weight shapes or logits than cfg.
-
-    The message names the settings that differ.
-    """
+    """UserError naming the settings at `path` that give other weight shapes or logits than cfg."""
     if is_run(Path(path)):
         holds_adapters = checkpoint.adapter_settings(checkpoint.find(str(path)))
         fix = f"merge them first: python -m weights.peft merge {shell(path)} runs/merged"
@@ -338,10 +326,7 @@ def check_same_model(path, cfg: MPTConfig) -> None:
 
 
 def generation_of(path: Path) -> dict:
-    """How the model at a path generates text, if it is from a Hugging Face folder; else empty.
-
-    path: as for `settings_of`.
-    """
+    """How the model at a path generates text, if it is from a Hugging Face folder; else empty."""
     if is_run(path):
         return hf_tokenizer.kept_generation(checkpoint.find(str(path)).parent.parent)
     return hf_tokenizer.generation_of(path)
@@ -363,10 +348,7 @@ def keep_generation(base: str, run_dir: str) -> None:
 
 
 def tokenizer_of(path: Path) -> tuple[str, Path | None]:
-    """Name and file of the tokenizer of the model at a path, as `tokenizers.load` takes them.
-
-    path: as for `settings_of`. UserError if this project does not have that tokenizer.
-    """
+    """Name and file of the tokenizer of the model at a path, as `tokenizers.load` takes them."""
     if is_run(path):
         found = checkpoint.find(str(path))
         return checkpoint.read_meta(found)["tokenizer"], tokenizer_file(found)

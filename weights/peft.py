@@ -92,10 +92,7 @@ def read(folder) -> Adapter:
 
 
 def settings_from(foreign: dict, source: Path) -> TrainConfig:
-    """Our settings for the content of an adapter_config.json, without the names of the layers.
-
-    UserError naming the first setting that would compute something else.
-    """
+    """Our settings for an adapter_config.json. UserError names one that computes something else."""
     kind = foreign.get("peft_type")
     require(kind == "LORA", f"{source} has peft_type {files.shown(kind)}: only LORA can be read")
     types = REQUIRED | OPTIONAL
@@ -160,10 +157,7 @@ def check_pairs(stored: dict[str, Stored], rank: int, folder: Path) -> None:
 
 
 def adapter_at(path) -> Adapter:
-    """The adapter at a path: of a PEFT folder (`read`), or of a run (`of_run`).
-
-    UserError if there is none.
-    """
+    """The adapter at a path, of a PEFT folder or a run. UserError if there is none."""
     if is_peft(path):
         return read(path)
     problem = f"no adapter in {path}{files.absence(path)}"
@@ -288,10 +282,7 @@ def import_(folder, run_dir, base: str) -> None:
 
 
 def placed(adapter: Adapter, cfg: MPTConfig) -> TrainConfig:
-    """The settings with the names of an adapter's layers: lora_targets and lora_last_blocks.
-
-    UserError if the layers are not the same ones in each of the last blocks.
-    """
+    """The settings with lora_targets and lora_last_blocks. UserError if no run has such layers."""
     layers_of = layers_by_block(adapter)
     blocks = sorted(layers_of)
     layers = layers_of[blocks[0]]
@@ -313,10 +304,7 @@ def meta_of(cfg: MPTConfig, settings: TrainConfig, source) -> dict:
 
 
 def state_at_start(cfg: MPTConfig, settings: TrainConfig, adapter: Adapter) -> dict:
-    """What a checkpoint of a run holds before its first step: adapters, and an optimizer at rest.
-
-    So a run can resume from it.
-    """
+    """The state of a run before its first step, to resume from: adapters, an optimizer at rest."""
     with torch.device("meta"):
         model = MPT(cfg)
     lora.put_on(model, settings)

@@ -183,10 +183,7 @@ def read_pickle(file: Path):
 
 
 def composer_types() -> list:
-    """The types in a Composer checkpoint that torch does not allow by itself.
-
-    Of numpy's `_reconstruct`, both names: the one before numpy 2 and the one since.
-    """
+    """The types in a Composer checkpoint that torch does not allow by itself."""
     reconstruct = np.zeros(0).__reduce__()[0]
     return [
         datetime.timedelta,
