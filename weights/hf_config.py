@@ -218,15 +218,11 @@ def kv_heads(attention: dict, source: str) -> int | None:
         f"{source} sets attn_type to {files.shown(attn_type)}, "
         f"expected one of: {', '.join(choices)}",
     )
-    if attn_type == "multihead_attention":
-        return None
-    if attn_type == "multiquery_attention":
-        return 1
+    if attn_type != "grouped_query_attention":
+        return {"multihead_attention": None, "multiquery_attention": 1}[attn_type]
     count = attention.get("kv_n_heads") or 0
-    require(
-        type(count) is int,
-        f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number",
-    )
+    problem = f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number"
+    require(type(count) is int, problem)
     return count
 
 
