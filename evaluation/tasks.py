@@ -21,7 +21,6 @@ Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task fr
 the validation split of a folder that data.py made): which of four continuations is the real one?
 """
 
-import difflib
 import hashlib
 import json
 import random
@@ -138,11 +137,9 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
 
 def require_known(name: str) -> None:
     """UserError with a hint unless the Hub has a task of this name."""
-    nearest = difflib.get_close_matches(name, [*SOURCES, "all"], n=1)
-    if nearest:
-        hint = f"did you mean {nearest[0]!r}?"
-    else:
-        hint = f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
+    nearest = config.nearest(name, [*SOURCES, "all"])
+    choices = f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
+    hint = f"did you mean {nearest!r}?" if nearest else choices
     require(name in SOURCES, f"unknown task {name!r}, {hint}")
 
 
@@ -296,41 +293,33 @@ class MakeConfig:
             require(value >= least, f"{name} must be at least {least}, not {value}")
 
 
-def continuations(
-    text: str, n: int, seed: int = 0, choices: int = 4, context: int = 256, length: int = 64
-) -> list[dict]:
-    """n rows of multiple choice: `context` characters of a text, and what comes next.
+def continuations(text: str, cfg: MakeConfig) -> list[dict]:
+    """Rows of multiple choice: some characters of a text, and what comes next.
 
     One choice is what really comes next; the others are from elsewhere in the text. All begin
     after a single space, so that only the meaning distinguishes them. Raises UserError if the text
     is too short.
     """
     spaces = [match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text)]
-    positions = [space for space in spaces if context <= space < len(text) - length]
-    pieces = {text[position : position + length].strip() for position in positions}
+    positions = [space for space in spaces if cfg.context <= space < len(text) - cfg.length]
+    pieces = {text[position : position + cfg.length].strip() for position in positions}
     require(
-        len(pieces) >= choices,
-        f"the text has {len(text)} characters: too few for {choices} different choices",
+        len(pieces) >= cfg.choices,
+        f"the text has {len(text)} characters: too few for {cfg.choices} different choices",
     )
 
-    draw = random.Random(seed)
+    draw = random.Random(cfg.seed)
     rows = []
-    for _ in range(n):
+    for _ in range(cfg.n):
         position_of = {}  # of each choice; the first one is the real one
-        while len(position_of) < choices:
+        while len(position_of) < cfg.choices:
             position = positions[int(draw.random() * len(positions))]
-            piece = text[position : position + length].strip()
+            piece = text[position : position + cfg.length].strip()
             position_of.setdefault(piece, position)
-        real = next(iter(position_of))
-        position = position_of[real]
+        real, position = next(iter(position_of.items()))
         shuffled = sorted(position_of, key=lambda _: draw.random())
-        rows.append(
-            {
-                "query": text[position - context : position],
-                "choices": shuffled,
-                "gold": shuffled.index(real),
-            }
-        )
+        query = text[position - cfg.context : position]
+        rows.append({"query": query, "choices": shuffled, "gold": shuffled.index(real)})
     return rows
 
 
@@ -357,7 +346,7 @@ def main(argv: list[str]) -> None:
         text.strip(),
         f"no text in {source!r}: give a file of text or a folder that data.py prepared",
     )
-    rows = continuations(text, cfg.n, cfg.seed, cfg.choices, cfg.context, cfg.length)
+    rows = continuations(text, cfg)
     content = "".join(json.dumps(row) + "\n" for row in rows)
     files.write_atomically(Path(out), content.encode())
     first = rows[0]["query"][-50:]

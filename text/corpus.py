@@ -187,24 +187,18 @@ def require_one_kind(dataset: str, paths: list[str]) -> None:
 
     Beside text a table often lists its sources; beside a table a text often is its license.
     """
-    kinds = {
-        "tables": [path for path in paths if suffix_of(path) in TABLES],
-        "MDS shards": [path for path in paths if suffix_of(path) not in SUFFIXES],
-        "other text": [path for path in paths if suffix_of(path) in set(SUFFIXES) - set(TABLES)],
-    }
-    first = {kind: found[0] for kind, found in kinds.items() if found}
+    kind_of = dict.fromkeys(SUFFIXES, "text") | dict.fromkeys(TABLES, "tables")
+    first = {}  # file of each kind
+    for path in paths:
+        first.setdefault(kind_of.get(suffix_of(path), "MDS shards"), path)
     flags = []
     for path in first.values():
         folder = os.path.join(dataset, "**") if os.path.isdir(dataset) else os.path.dirname(path)
         pattern = os.path.join(folder, "*" + os.path.splitext(path)[1])
         flags.append(shell(f"--dataset={pattern}"))
-    require(
-        len(first) <= 1,
-        f"dataset={dataset!r} holds "
-        + " and ".join(f"{kind} ({path})" for kind, path in first.items())
-        + ": name one kind, as in "
-        + " or ".join(flags),
-    )
+    found = " and ".join(f"{kind} ({path})" for kind, path in first.items())
+    fix = f"name one kind, as in {' or '.join(flags)}"
+    require(len(first) <= 1, f"dataset={dataset!r} holds {found}: {fix}")
 
 
 def matches(dataset: str) -> list[str]:
@@ -527,8 +521,7 @@ def main(argv) -> None:
         n_documents += 1
         length += len(text)
     require(n_documents > 0, f"dataset={dataset!r} holds no document")
-    is_text = isinstance(text, str)
-    unit, begin = ("characters", text[:60]) if is_text else ("ids", text[:12].tolist())
+    unit, begin = ("characters", text[:60]) if isinstance(text, str) else ("ids", text[:12])
     print(
         f"{dataset}: {n_documents:,} documents, {length:,} {unit}; "
         f"the last begins {begin!r}{left_out(dataset)}"

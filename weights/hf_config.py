@@ -55,16 +55,14 @@ HOMES = {
     **dict.fromkeys(ATTENTION_KEYS + OTHER_ATTENTION_KEYS, "attn_config"),
 }
 
-# Keys that change neither weights nor logits, or are read elsewhere in this file.
+# Keys that change neither weights nor logits, or are read elsewhere in this file. The last ones are
+# about sampling: transformers 4 writes their defaults.
 IGNORED_KEYS = """
     architectures auto_map model_type name _name_or_path transformers_version torch_dtype dtype
     tokenizer_name tokenizer_class use_cache verbose init_config init_device initializer_range
     loss_fn use_pad_tok_in_ffn bos_token_id eos_token_id pad_token_id sep_token_id attn_config
     ffn_config attn_impl _attn_implementation_autoset return_dict id2label label2id problem_type
     is_encoder_decoder chunk_size_feed_forward output_attentions output_hidden_states
-""".split()
-# How text is sampled, of which transformers 4 writes the defaults.
-SAMPLING_KEYS = """
     max_length min_length do_sample early_stopping num_beams num_beam_groups num_return_sequences
     temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size
@@ -177,7 +175,7 @@ def values_of(group: dict, place: str, source: str) -> dict:
         if home == place:
             if key not in OTHER_ATTENTION_KEYS:
                 values[key] = program.checked(value, types[key], key, source)
-        elif key not in [*IGNORED_KEYS, *SAMPLING_KEYS, *RESTATED]:
+        elif key not in [*IGNORED_KEYS, *RESTATED]:
             if key in DECIDES and isinstance(value, dict):
                 value = value.get(DECIDES[key])
                 key = f"{key}.{DECIDES[key]}"

@@ -10,7 +10,7 @@ from conftest import write_lines as write
 
 from evaluation import hub as icl_hub
 from evaluation import tasks as icl_tasks
-from evaluation.tasks import continuations, load, worded
+from evaluation.tasks import MakeConfig, continuations, load, worded
 
 ICE = {"query": " Question: Ice is \n", "choices": ["cold ", "  hot"], "gold": 0}
 
@@ -262,8 +262,8 @@ def test_a_task_that_is_not_there(tmp_path):
 
 def test_continuations_are_of_the_text_and_only_one_is_real():
     text = " ".join(f"word{i} and" for i in range(2000))
-    rows = continuations(text, 200, seed=3)
-    assert rows == continuations(text, 200, seed=3) != continuations(text, 200, seed=4)
+    rows, again, others = (continuations(text, MakeConfig(200, seed)) for seed in (3, 3, 4))
+    assert rows == again != others
     golds = [row["gold"] for row in rows]
     for gold in range(4):  # 50 each is expected; 30 is 3.3 standard deviations below
         assert 30 < golds.count(gold) < 70
@@ -272,7 +272,7 @@ def test_continuations_are_of_the_text_and_only_one_is_real():
         assert all(choice in text for choice in row["choices"])
         follows = [f"{row['query']} {choice}" in text for choice in row["choices"]]
         assert follows == [number == row["gold"] for number in range(4)]
-    assert "too few" in refusal(continuations, "a few words", 1)
+    assert "too few" in refusal(continuations, "a few words", MakeConfig())
 
 
 def test_the_program_makes_a_task_of_a_file_or_of_prepared_data(tmp_path, tiny_data, capsys):
