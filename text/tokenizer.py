@@ -26,6 +26,7 @@ section 2.2.
 """
 
 import collections
+import contextlib
 import functools
 import hashlib
 import heapq
@@ -268,10 +269,9 @@ class HuggingFaceTokenizer:
         So has "é", which spells the byte 0xE9. UserError unless it is special.
         """
         try:
-            found = [piece.id for piece in self.library.model.tokenize(token.content)]
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException:  # as in `encode`: the model cannot write it
+            with no_panic("the model cannot write it"):
+                found = [piece.id for piece in self.library.model.tokenize(token.content)]
+        except UserError:
             return False
         if found != [token_id]:
             return False
@@ -289,14 +289,8 @@ class HuggingFaceTokenizer:
         Raises UserError if the library gives up, for example on an endless regular expression.
         """
         text = without_lone_surrogates(text)
-        try:
+        with no_panic(f"{self.path} cannot encode {text[:20]!r}"):
             ids = self.library.encode(text, add_special_tokens=False).ids
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # a panic of the Rust library is not an Exception
-            raise UserError(
-                f"{self.path} cannot encode {text[:20]!r}: {one_line(error)}"
-            ) from error
         return np.array(ids, dtype=self.dtype)
 
     special_pattern = Tokenizer.special_pattern
@@ -323,24 +317,29 @@ def spelled_out(text: str, special_tokens: Iterable[str]) -> str:
     return text
 
 
+@contextlib.contextmanager
+def no_panic(problem: str):
+    """UserError for what Hugging Face's library raises: a panic of Rust is not an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, UserError):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {one_line(error)}") from error
+
+
 def library_tokenizer(path: str, content: bytes):
     """A `tokenizers.Tokenizer` of a tokenizer.json. UserError if damaged or not byte-level."""
     try:
         import tokenizers
     except ImportError as error:
         raise UserError(f"{path} needs Hugging Face's package tokenizers: {EXTRA}") from error
-    try:
+    with no_panic(f"{path} is not Hugging Face's tokenizer.json, or is damaged"):
         parsed = json.loads(content)
         is_byte_level = "ByteLevel" in json.dumps(parsed["decoder"])
         for token in parsed.get("added_tokens", []):
             token["special"] |= MARKER.fullmatch(token["content"]) is not None
         library = tokenizers.Tokenizer.from_str(json.dumps(parsed))
-    except (KeyboardInterrupt, SystemExit, UserError):
-        raise
-    except BaseException as error:  # errors have no class of their own; panics are no Exceptions
-        raise UserError(
-            f"{path} is not Hugging Face's tokenizer.json, or is damaged: {one_line(error)}"
-        ) from error
     require(is_byte_level, f"{path} is not a byte-level tokenizer: no other kind is supported")
     library.encode_special_tokens = True  # `<|endoftext|>` inside a text is ordinary text
     library.no_padding()
