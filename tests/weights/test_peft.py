@@ -232,17 +232,12 @@ def test_null_is_the_default_for_them_and_for_us(base, tmp_path):
         peft.read(tmp_path / "out")
 
 
-def test_bf16_and_a_file_that_is_not_aligned(sound, tmp_path):
+def test_tensors_in_bf16(sound, tmp_path):
     folder = shutil.copytree(sound, tmp_path / "out")
     wanted = {name: x.bfloat16() for name, x in peft.read(folder).tensors.items()}
     rewrite(folder, lambda state: state.update({k: v.bfloat16() for k, v in state.items()}))
-    content = (folder / peft.TENSOR_FILE).read_bytes()
-    length = int.from_bytes(content[:8], "little") + 1
-    odd = length.to_bytes(8, "little") + content[8:].replace(b"{", b" {", 1)
-    for written in (content, odd):
-        (folder / peft.TENSOR_FILE).write_bytes(written)
-        found = peft.read(folder).tensors
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    found = peft.read(folder).tensors
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_file_is_mapped_and_stays_as_it_is(sound):
