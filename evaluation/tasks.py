@@ -117,10 +117,13 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
         text = corpus.read_text(path)
         require(text.strip(), f"{path} is empty")
         return Task(name, "text", [], [], text)
-    if not path:
+    if path:
+        rows = read_jsonl(path)
+    else:
         require_known(name)
-
-    rows = read_jsonl(path) if path else read_hub(name)
+        rows = hub.read(name)
+        for number, row in enumerate(rows):
+            check(row, f"{SOURCES[name].path}, item {number}")
     if not delimiter:
         delimiter = SOURCES[name].delimiter if name in SOURCES else " "
     items = [worded(row, delimiter) for row in rows]
@@ -159,14 +162,6 @@ def local_file(name: str, data: str) -> Path | None:
         if path.is_file():
             return path
     return None
-
-
-def read_hub(name: str) -> list[dict]:
-    """The rows of a task from the Hub, checked."""
-    rows = hub.read(name)
-    for number, row in enumerate(rows):
-        check(row, f"{SOURCES[name].path}, item {number}")
-    return rows
 
 
 def read_jsonl(path: Path) -> list[dict]:

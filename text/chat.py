@@ -493,12 +493,6 @@ class RowFormat:
             return n_tokens >= int(self.target_prompts.removeprefix("length>="))
         return self.target_prompts == "all"
 
-    def learns_response(self, turn: Turn, is_last: bool) -> bool:
-        """Is what the assistant writes in this turn learned?"""
-        if turn.learn is not None:
-            return turn.learn == 1
-        return is_last or self.target_responses == "all"
-
 
 def encode(turns: list[Turn], tokenizer, row_format: RowFormat) -> np.ndarray:
     """The ids of an example, (n,) int32, end-of-text behind; ~id where an id is not learned."""
@@ -510,7 +504,9 @@ def encode(turns: list[Turn], tokenizer, row_format: RowFormat) -> np.ndarray:
         if is_last:
             written = np.append(written, np.int32(tokenizer.eot))
         parts.append(read if row_format.learns_prompt(len(read)) else ~read)
-        learns = row_format.learns_response(turn, is_last)
+        learns = is_last or row_format.target_responses == "all"
+        if turn.learn is not None:
+            learns = turn.learn == 1
         parts.append(written if learns else ~written)
     ids = np.concatenate(parts)
     ids[0] = min(ids[0], ~ids[0])  # there is nothing before it that could predict it

@@ -213,18 +213,14 @@ def rows_of(shard: IndexedShard, tokenizer, row_lengths: dict):
     if not row_lengths:
         begin = tokenizer.decode(rows[0][:30])
         print(f"{shard.path} in tokens of {tokenizer.name}: {begin!r}", file=sys.stderr)
-    row_length = row_lengths.setdefault(shard.index, common_length(rows))
+    lengths = set(map(len, rows))
+    common = lengths.pop() if len(lengths) == 1 and len(rows) > 1 else 0
+    row_length = row_lengths.setdefault(shard.index, common)
     for row in rows:
         is_document = len(row) not in (0, row_length)
         if is_document and row[-1] != tokenizer.eot:
             row = np.append(row, tokenizer.eot)
         yield row.astype(tokenizer.dtype)
-
-
-def common_length(rows) -> int:
-    """The length of all these rows; 0 if they differ, or if there are fewer than two."""
-    lengths = set(map(len, rows))
-    return lengths.pop() if len(lengths) == 1 and len(rows) > 1 else 0
 
 
 def columns(shard: IndexedShard):

@@ -28,18 +28,13 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 def of_tokens(tokens: list[str], end_of_text: str) -> bytes:
     """The tokenizer.json of our tokens, spelled, in the order of their ids; end-of-text is last."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    return written(vocabulary, merges_of(tokens), {end_of_text: {"id": len(tokens)}})
-
-
-def merges_of(tokens: list[str]) -> list[str]:
-    """All cuts of each token into two tokens, in the order of the tokens."""
-    known = set(tokens)
-    return [
+    merges = [
         f"{token[:cut]} {token[cut:]}"
         for token in tokens
         for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
+    return written(vocabulary, merges, {end_of_text: {"id": len(tokens)}})
 
 
 def of_pair(path, end_of_text: str) -> bytes:

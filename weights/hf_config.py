@@ -181,18 +181,14 @@ def values_of(group: dict, place: str, source: str) -> dict:
                 key = f"{key}.{DECIDES[key]}"
             misplaced = f" at {place}, where nothing reads it: move it to {home}"
             problem = misplaced if home else ", which this project's MPT does not have"
+            # 0 == False, but reuse_kv_layer_idx=0 names a layer.
+            is_false = value is False
+            at_rest = [rest for rest in DEFAULTS.get(key, OFF) if (rest is False) == is_false]
             require(
-                changes_nothing(key, value),
+                value in at_rest,
                 f"{source} sets {program.one_line(key)} to {files.shown(value)}{problem}",
             )
     return values
-
-
-def changes_nothing(key: str, value) -> bool:
-    """Does a setting that this project lacks leave the model as the one computed here?"""
-    is_false = value is False  # 0 == False, but reuse_kv_layer_idx=0 names a layer
-    neutral = DEFAULTS.get(key, OFF)
-    return any(value == rest and is_false == (rest is False) for rest in neutral)
 
 
 def check_restated(group: dict, cfg: MPTConfig, source: str) -> None:

@@ -258,8 +258,12 @@ def load_from_run(found: Path, step: int | None, device, team: Team | None, in_f
             f"there are {existing}, and 0 is untrained",
         )
     is_base = untrained and checkpoint.adapter_settings(found)
+    source = base_at(found) if is_base else found
     # This checks the checkpoint, so it comes first.
-    model = load_base(found, device, team) if is_base else load_model(found, device, team, in_fp32)
+    if is_run(source):
+        model = load_model(source, device, team, in_fp32)
+    else:
+        model = hf.load_model(source, device, team)
     meta = checkpoint.read_meta(found)
     try:
         tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))
@@ -272,12 +276,6 @@ def load_from_run(found: Path, step: int | None, device, team: Team | None, in_f
         parallel.draw_weights(model, meta["seed"])
         return model, tokenizer, "before training"
     return model, tokenizer, str(found)
-
-
-def load_base(path: Path, device: torch.device, team: Team | None = None) -> MPT:
-    """The model that the adapters of a checkpoint belong to. Arguments as for `load_model`."""
-    base = base_at(path)
-    return load_model(base, device, team) if is_run(base) else hf.load_model(base, device, team)
 
 
 def tokenizer_file(found: Path) -> Path:

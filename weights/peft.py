@@ -126,21 +126,18 @@ def mapped(path: Path, rank: int) -> dict[str, torch.Tensor]:
     """
     with opened(path) as content:
         require(content, f"{path} holds no tensors")
-        stored = {our_name(path, name): stored_as(path, name, x) for name, x in content.items()}
+        stored = {}
+        for name, x in content.items():
+            found = TENSOR_NAME.fullmatch(name)
+            example = "base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight"
+            problem = f"{path} holds {program.one_line(name)}, no adapter of a linear layer"
+            require(found, f"{problem}: expected names like {example}")
+            stored[found[1]] = stored_as(path, name, x)
         check_pairs(stored, rank, path.parent)
         tensors = {ours: content[theirs.name][:] for ours, theirs in stored.items()}
     for name, tensor in tensors.items():
         checkpoint.require_finite(f"{name} in {path}", tensor)
     return tensors
-
-
-def our_name(path: Path, name: str) -> str:
-    """Our name of a tensor in an adapter's file. UserError if it is not an adapter's."""
-    found = TENSOR_NAME.fullmatch(name)
-    example = "base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight"
-    problem = f"{path} holds {program.one_line(name)}, no adapter of a linear layer"
-    require(found, f"{problem}: expected names like {example}")
-    return found[1]
 
 
 def check_pairs(stored: dict[str, Stored], rank: int, folder: Path) -> None:

@@ -14,6 +14,7 @@ from weights import tensor_files
 
 pytest.importorskip("safetensors", reason="see requirements-extra.txt")
 
+
 def test_without_the_package_one_line_says_how_to_install_it(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
