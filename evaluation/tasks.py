@@ -281,12 +281,6 @@ class MakeConfig:
     context: int = 256  # characters before the position
     length: int = 64  # characters of a continuation, at most
 
-    def check(self) -> None:
-        """Raise UserError for values out of range."""
-        for name, least in {"n": 1, "choices": 2, "context": 0, "length": 1}.items():
-            value = getattr(self, name)
-            require(value >= least, f"{name} must be at least {least}, not {value}")
-
 
 def continuations(text: str, cfg: MakeConfig) -> list[dict]:
     """Rows of multiple choice: some characters of a text, and what comes next.

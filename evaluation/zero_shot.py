@@ -53,15 +53,6 @@ class EvalConfig:
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own)
     out: str = ""  # JSON file for all figures
 
-    def check(self) -> None:
-        """Raise UserError for values out of range."""
-        for name in ("shots", "limit"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} must be 0 or more, not {value}")
-        for name in ("batch_tokens", "tp"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} must be at least 1, not {value}")
-
 
 # --------------------------------------------------------------------------------------------------
 # Evaluating any model, also in the middle of training
