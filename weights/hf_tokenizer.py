@@ -13,8 +13,6 @@ eos_token_id of generation_config.json, or else of config.json, ends our texts, 
 
 transformers builds a tokenizer of its own kind from a folder without tokenizer_config.json. So
 `export` always writes one, which says that tokenizer.json holds the whole tokenizer.
-
-Run `python -m weights.hf_tokenizer path/to/mpt-7b` to see the tokenizer of a folder.
 """
 
 import hashlib
@@ -250,19 +248,3 @@ def write_settings(folder: Path) -> None:
     if isinstance(split, dict) and "add_prefix_space" in split:
         settings["add_prefix_space"] = split["add_prefix_space"]  # transformers 4 would set False
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2))
-
-
-def demonstrate(argv) -> None:
-    """Print the tokenizer of a Hugging Face folder, and the ids that end its texts."""
-    (path,) = program.arguments(argv, "FOLDER")
-    source = Path(path)
-    name = name_of(source)
-    tokenizer = tokenizers.load(name, file_of(source, name))
-    generation = generation_of(source)
-    print(f"{name}: {tokenizer.vocab_size} ids")
-    for i in sorted({tokenizer.eot} | end_ids(generation)):
-        print(f"{i:7}  {tokenizer.decode([i])}  ends a text")
-
-
-if __name__ == "__main__":
-    program.run(demonstrate)

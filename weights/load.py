@@ -380,19 +380,19 @@ def demonstrate(argv) -> None:
     (path,) = arguments(argv, "RUN")
     found = find(path)
     cfg = settings_of(found)
+    kind = "a Hugging Face folder"
     if is_run(found):
         meta = checkpoint.read_meta(found)
         kind = f"a checkpoint of this project, step {meta['step']}"
         if settings := checkpoint.adapter_settings(found):
             kind += f": adapters of rank {settings.lora_rank} on {meta['base']}"
-        tokenizer = meta["tokenizer"]
-    else:
-        kind = "a Hugging Face folder"
-        tokenizer = hf_tokenizer.name_of(found)
-    with torch.device("meta"):
-        n_params = sum(param.numel() for param in MPT(cfg).parameters())
+    name, file = tokenizer_of(found)
+    n_params = sum(param.numel() for param in without_memory(cfg).parameters())
     print(f"{found}: {kind}")
-    print(f"{n_params:,} parameters, tokenizer {tokenizer}")
+    print(f"{n_params:,} parameters, tokenizer {name}")
+    if ends := hf_tokenizer.end_ids(generation_of(found)):
+        tokenizer = tokenizers.load(name, file)
+        print("its texts end with", *(tokenizer.decode([i]) for i in sorted(ends)))
     for field in fields(cfg):
         value = getattr(cfg, field.name)
         print(f"  {field.name:24}{value}" + (" (default)" if value == field.default else ""))
