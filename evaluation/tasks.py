@@ -87,12 +87,9 @@ class Task:
 def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Task]:
     """The tasks that `names` lists, with commas between.
 
-    A name is one of SOURCES, a file, or `all` for the seven of Table 2. data: a folder of
-    NAME.jsonl, searched before the Hub. shots: examples above each question. limit: keep only
-    this many items (0: all). delimiter: between question and answer (empty: the task's own).
-
-    Raises UserError if a task is unknown, cannot be read or has a wrong line, and for shots or a
-    delimiter where there are no questions.
+    A name is one of SOURCES, a file, or `all` for the seven of Table 2. The other arguments are
+    those of zero_shot.EvalConfig. Raises UserError if a task is unknown, cannot be read or has a
+    wrong line, and for shots or a delimiter where there are no questions.
     """
     wanted = []
     for name in names.split(","):

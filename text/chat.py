@@ -131,11 +131,10 @@ def plain_text(example: str) -> str:
 
 
 def turns_of(row, template: "Template") -> list[Turn]:
-    """The turns of one line. UserError says what is wrong with it.
+    """The turns of one line, of which `row` is the JSON. UserError says what is wrong with it.
 
-    row: what its JSON holds. Keys of a line that are not known (an id, a source) are ignored, since
-    the Hub's data sets have many; those of a message are refused. A value null counts as a key that
-    is not there.
+    Unknown keys of a line (an id, a source) are ignored, since the Hub's data sets have many; those
+    of a message are refused. A value null counts as a key that is not there.
     """
     require(isinstance(row, dict), "it is not a JSON object")
     row = {key: value for key, value in row.items() if value is not None}
@@ -514,11 +513,9 @@ def encode(turns: list[Turn], tokenizer, row_format: RowFormat) -> np.ndarray:
 
 
 def make_rows(texts: list[str], tokenizer, row_format: RowFormat) -> tuple[np.ndarray, dict]:
-    """Examples -> the ids of a shard, and what its header says of them.
+    """Examples, as `examples` yields them -> the ids of a shard, and what its header says.
 
-    texts: as `examples` yields them. Returns ids, (n * max_seq_len + 1,) int32, or an empty array
-    if nothing is learned. In the header: examples kept, cut and dropped, tokens learned and their
-    bytes.
+    The ids are (n * max_seq_len + 1,) int32, or an empty array if nothing is learned.
     """
     room = row_format.max_seq_len
     whole = [encode(turns_from(text), tokenizer, row_format) for text in texts]

@@ -113,11 +113,9 @@ def is_here(dataset: str) -> bool:
 def source_state(dataset: str, most_bytes: int) -> str:
     """A few letters that change with the files of a data set. Empty for one of the Hub.
 
-    Of up to `most_bytes` they depend on the content: "content 3f...". Reading 300 GB whenever a run
-    starts would take longer than the start. So of more they depend on names, sizes and times of
-    change: "times 3f...". Then an edit that keeps sizes and times goes unnoticed, and a copy of the
-    files with other times looks like a change; data.py finds out and keeps what is right. A second
-    is the finest time that copies of files keep.
+    Of up to `most_bytes` they depend on the content: "content 3f...". Of more, which would take
+    long to read at each start, on names, sizes and times of change, in seconds: "times 3f...". So
+    a copy with other times looks like a change; data.py finds out and keeps what is right.
     """
     paths = files(dataset)
     if sum(map(os.path.getsize, paths)) <= most_bytes:
@@ -338,10 +336,9 @@ def table_documents(path: str):
 
 
 def rows(dataset: str):
-    """The rows of a data set of examples: (place, a row as `parsed` takes it).
+    """The rows of .jsonl files, or of the Hub: (file and line for messages, what `parsed` takes).
 
-    dataset: .jsonl files, or a data set on the Hub. place: file and line, for messages. Blank lines
-    are skipped. Raises UserError if a file is of another kind, or UTF-16 or UTF-32.
+    Raises UserError if a file is of another kind, or UTF-16 or UTF-32.
     """
     fix = "set --dataset='my/*.jsonl', or a data set on the Hub"
     require(dataset != "stdlib", f"dataset=stdlib has no prompts and responses: {fix}")

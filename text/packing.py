@@ -21,10 +21,9 @@ import numpy as np
 def pack(lengths: list[int], room: int) -> list[list[int]]:
     """The examples of each row: indices into `lengths`, in the order in which they were placed.
 
-    lengths: of each example, from 1 to `room`. Every example is in exactly one row. Rows are in the
-    order of their longest examples in the data, not in the order in which they were begun: that is
-    from the longest to the shortest, and an evaluation that reads only the first rows would measure
-    the longest examples alone.
+    lengths: of each example, from 1 to `room`. Rows are in the order of their longest examples in
+    the data, not in which they were begun, from the longest to the shortest: an evaluation that
+    reads only the first rows would measure the longest examples alone.
     """
     rows = []
     open_rows = []  # (free places, row) of the rows that are not full, sorted

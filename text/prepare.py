@@ -580,9 +580,8 @@ def remove_what_is_left(folder: Path, n_chunks: int, is_alone: bool) -> None:
 def encode_chunk(folder: Path, tokenizer_name: str, val_every: int, row_format, chunk):
     """Encode one chunk into train-N.bin and val-N.bin, unless these are already right.
 
-    chunk: its number, that of its first document, and its documents, which are texts or arrays of
-    ids. val_every: of so many documents, one is for validation. row_format: `chat.RowFormat` of
-    prompts and responses, None for text. Returns the path of the training shard and its tokens.
+    chunk: as of `corpus.chunks`. val_every: of so many documents, one is for validation.
+    row_format: see `Recipe`. Returns the path of the training shard and its tokens.
     """
     number, first_document, documents = chunk
     tokenizer = tokenizers.load(tokenizer_name, folder / "tokenizer.json")

@@ -163,10 +163,9 @@ def base_at(path: Path, moved_to: str = "") -> Path:
 def base_of(path: str, meta: dict, fix: str = MERGE_FROM) -> dict:
     """The model that adapters are trained on: its path, and a fingerprint of its weights.
 
-    path: --init_from; of a run, its newest checkpoint counts. meta: that of a checkpoint of
-    adapters, whose fingerprint must be the same, or empty. If the base run went on training, the
-    checkpoint that was used is looked for where it was then. UserError if it is not there.
-    fix: what else the user can do then.
+    path: --init_from; of a run, its newest checkpoint. meta: of a checkpoint of adapters, whose
+    fingerprint must be the same, or empty. If the base run went on training, its checkpoint of then
+    is looked for. UserError, which ends with `fix`, if it is not there.
     """
     expected = meta.get("base_fingerprint")
     base = Path(meta.get("base", path))
@@ -223,10 +222,9 @@ def load_for_sampling(
 ):
     """The model at a path, its tokenizer, and a name for it.
 
-    step: of a run (None: the newest, 0: the untrained model).
-    tokenizer: of a Hugging Face folder (empty: see `hf_tokenizer.name_of`).
-    team, in_fp32: as for `load_model`.
-    Raises UserError if there is no such model, or a flag does not apply to it.
+    step: of a run (None: the newest, 0: the untrained model). tokenizer: of a Hugging Face folder
+    (empty: its own). team, in_fp32: as for `load_model`. Raises UserError if there is no such
+    model, or a flag does not apply to it.
     """
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
     found = find(path)

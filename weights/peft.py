@@ -172,9 +172,7 @@ def is_peft(path) -> bool:
 
 
 def write(folder, adapter: Adapter, found: Path | None = None) -> None:
-    """Write an adapter as a PEFT folder, for the layers that its tensors name.
-
-    found: the checkpoint that it is from, whose model card is written beside it.
+    """Write an adapter as a PEFT folder, beside it the model card of `found`, its checkpoint.
 
     Its base should be the name under which others find it: a Hub name or a folder. Raises UserError
     if the folder has content already, or if the run trained more than adapters.
