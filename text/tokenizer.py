@@ -260,18 +260,28 @@ class HuggingFaceTokenizer:
             for i, spelling in spelling_of.items()
         }
         for i, token in added.items():  # which are spelled as they are
-            if self.bytes_of[i] == token.content.encode():
-                continue
-            # It may be a token of the model, as "é" is, which spells the byte 0xE9.
-            is_of_model = self.library.model.token_to_id(token.content) == i
-            require(
-                token.special or not is_of_model,
-                f"{path} adds {token.content[:20]!r} as the token of the bytes "
-                f"{self.bytes_of[i][:9]}, so text cannot be told from them: remove it from "
-                "added_tokens",
-            )
-            if not is_of_model:
+            if self.bytes_of[i] != token.content.encode() and not self.is_of_model(i, token):
                 self.bytes_of[i] = token.content.encode()
+
+    def is_of_model(self, token_id: int, token) -> bool:
+        """Does an added token have the id of other bytes, which the model gives them?
+
+        So has "é", which spells the byte 0xE9. UserError unless it is special.
+        """
+        try:
+            with no_panic("the model cannot write it"):
+                found = [piece.id for piece in self.library.model.tokenize(token.content)]
+        except UserError:
+            return False
+        if found != [token_id]:
+            return False
+        require(
+            token.special,
+            f"{self.path} adds {token.content[:20]!r} as the token of the bytes "
+            f"{self.bytes_of[token_id][:9]}, so text cannot be told from them: remove it from "
+            "added_tokens",
+        )
+        return True
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, (n,) uint16 or uint32.
