@@ -16,7 +16,6 @@ import json
 import math
 import random
 import sys
-import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -59,7 +58,6 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
     queues: dict = field(default_factory=dict)  # Request of the engine -> the queue of its events
-    template_lock: threading.Lock = field(default_factory=threading.Lock)  # it has one process
     is_draining: bool = False
     chat_stops: list[str] = field(init=False)  # what the template writes behind an answer
     longest_token: int = field(init=False)  # in bytes
@@ -225,8 +223,7 @@ def chat_texts(body: ChatRequest, service: Service, adapter: str, is_free: bool)
     messages = checked_messages([m.plain for m in body.messages], last=("user", "tool"))
     template = service.template
     spelled_out = [{**m, "content": template.spelled_out(m["content"])} for m in messages]
-    with service.template_lock:
-        prompt = template.text(spelled_out, add_generation_prompt=True)
+    prompt = template.text(spelled_out, add_generation_prompt=True)
     stops = [*body.stops, *(service.chat_stops if is_free else [])]
     return texts_of(prompt, body, service, adapter, body.most_tokens, stops, special_tokens=True)
 

@@ -146,7 +146,7 @@ def check_lines(path: Path, template: chat.Template) -> int:
                 reason = f"{limit}: upload the lines in several files"
             if reason:
                 faults.append({"line": number, "reason": reason})
-            if len(faults) == MOST_FAULTS or template.fault or time.monotonic() > end:
+            if len(faults) == MOST_FAULTS or time.monotonic() > end:
                 break
     except UserError as error:  # the encoding
         faults.append({"line": 1, "reason": shortened(error).replace(str(path), "the file")})
