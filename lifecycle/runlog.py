@@ -27,7 +27,6 @@ Run `python -m lifecycle.runlog runs/demo` for a summary.
 
 import collections
 import datetime
-import itertools
 import json
 import math
 import os
@@ -274,17 +273,9 @@ def remove_leftovers(run_dir) -> None:
 
 def keep_damaged(path: Path) -> Path:
     """Copy a file to NAME.damaged, or NAME.damaged-2 and so on if that exists."""
-    aside = path.with_name(f"{path.name}.damaged")
-    if os.path.lexists(aside):
-        aside = free_name(aside, 2)
+    aside = files.free_name(path.with_name(f"{path.name}.damaged"))
     files.write_atomically(aside, path.read_bytes())
     return aside
-
-
-def free_name(path: Path, first: int) -> Path:
-    """PATH-first, or the next number under which nothing is there."""
-    names = (Path(f"{path}-{number}") for number in itertools.count(first))
-    return next(name for name in names if not os.path.lexists(name))
 
 
 def put_aside(run_dir: str) -> Path:
@@ -300,7 +291,7 @@ def put_aside(run_dir: str) -> Path:
         f"{run_dir} is finished, and its checkpoints are linked to another place: set another "
         "--run_dir",
     )
-    aside = free_name(folder, 1)
+    aside = files.free_name(folder, 1)
     own = [*folder.glob("metrics.jsonl.damaged*"), *(folder / name for name in OWN_FILES)]
     moved = []
     aside.mkdir()

@@ -88,12 +88,7 @@ def put_aside(path: Path, kind: str) -> str:
 
     step-N becomes step-N.kind, or step-N.kind-2 and so on if that exists. Returns the new name.
     """
-    aside = path.with_suffix(f".{kind}")
-    copy = 1
-    while aside.exists():
-        copy += 1
-        aside = path.with_suffix(f".{kind}-{copy}")
-    return path.rename(aside).name
+    return path.rename(files.free_name(path.with_suffix(f".{kind}"))).name
 
 
 def read_checksums(path: Path) -> dict | None:
@@ -101,9 +96,8 @@ def read_checksums(path: Path) -> dict | None:
 
     Raises OSError if it cannot be read.
     """
-    source = path / "checksums.json"
     try:
-        content = files.read_bytes(source, files.MAX_JSON)
+        content = files.read_bytes(path / "checksums.json", files.MAX_JSON)
     except (UserError, FileNotFoundError, NotADirectoryError):
         return None
     return parse_checksums(content, path)
@@ -259,32 +253,22 @@ def check_entry(name: str, entry, locations: dict) -> None:
         location = locations.get(MetadataIndex(name, chunk.offsets))
         n_bytes = math.prod(chunk.sizes) * dtype.itemsize
         require(location and n_bytes <= location.length, f"a piece of {shown} is missing")
-    require(tiles(entry.chunks, entry.size), f"the pieces of {shown} do not cover it")
+    require(covers(entry.chunks, entry.size), f"the pieces of {shown} do not cover it")
 
 
-def tiles(chunks, shape: torch.Size) -> bool:
-    """Whether the pieces form a grid that covers a tensor of this shape, each element once.
+def covers(chunks, shape: torch.Size) -> bool:
+    """Whether the pieces lie within a tensor of this shape, each elsewhere, and add up to it.
 
-    Along each dimension the pieces must follow one another from 0 to the end; then there must be
-    as many pieces as the grid has cells, all at different places. Empty pieces do not count: a
-    rank may have no rows.
+    Empty pieces do not count: a rank may have no rows.
     """
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    if not math.prod(shape):
-        return not chunks
-    n_cells = 1
-    for dim, size in enumerate(shape):
-        end = 0
-        intervals = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
-        for begin, length in intervals:
-            if begin != end:
+    for chunk in chunks:
+        for offset, length, size in zip(chunk.offsets, chunk.sizes, shape, strict=True):
+            if not 0 <= offset < offset + length <= size:
                 return False
-            end += length
-        if end != size:
-            return False
-        n_cells *= len(intervals)
     places = {chunk.offsets for chunk in chunks}
-    return len(places) == len(chunks) == n_cells
+    volume = sum(math.prod(chunk.sizes) for chunk in chunks)
+    return len(places) == len(chunks) and volume == math.prod(shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -331,10 +315,9 @@ def read_back(path: Path) -> None:
         metadata = read_metadata(path)
         for index, location in metadata.storage_data.items():
             if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-                with files.open_regular(path / location.relative_path) as file:
+                with open(path / location.relative_path, "rb") as file:
                     file.seek(location.offset)
-                    piece = file.read(location.length)
-                torch.load(io.BytesIO(piece), weights_only=True)
+                    torch.load(io.BytesIO(file.read(location.length)), weights_only=True)
     except OSError:
         raise
     except Exception as error:
@@ -379,10 +362,8 @@ def cause_of(error: BaseException) -> BaseException:
     failures = getattr(error, "failures", None)  # of DCP: rank -> (exception, traceback)
     if failures:
         error = next(iter(failures.values()))[0]
-    if isinstance(error, UserError):
-        return error
     earlier = error
-    while earlier and not isinstance(earlier, OSError):
+    while earlier and not isinstance(earlier, OSError | UserError):
         earlier = earlier.__context__
     return earlier or error
 

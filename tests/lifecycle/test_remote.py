@@ -155,7 +155,7 @@ def test_a_damaged_lease_has_no_owner(tmp_path, content, hurry):
 def test_a_folder_on_another_machine_is_the_same_run_with_another_token(tmp_path, monkeypatch):
     cfg = TrainConfig(run_dir=str(tmp_path), remote="file:///there")
     mine = remote.identity(cfg)
-    remote.write_identity(cfg, mine)
+    (tmp_path / "remote.json").write_text(json.dumps(mine))
     assert remote.identity(cfg) == mine
     monkeypatch.setattr(remote.platform, "node", lambda: "elsewhere")
     copy = remote.identity(cfg)
