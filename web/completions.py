@@ -138,9 +138,10 @@ class Job:
     @property
     def usage(self) -> dict:
         """The tokens of all texts. A prompt counts once, however many texts continue it."""
-        n = self.body.n or 1
-        prompts = sum(request.text.n_prompt for request in self.requests[::n])
-        return shapes.usage(prompts, sum(request.text.drawn_tokens for request in self.requests))
+        n_prompt = sum(request.text.n_prompt for request in self.requests[:: self.body.n or 1])
+        n_new = sum(request.text.drawn_tokens for request in self.requests)
+        both = n_prompt + n_new
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": both}
 
 
 async def job_of(body: Generation, service: Service) -> Job:
@@ -407,7 +408,7 @@ class LogprobsOfText:
         """
         n = sum(offset < n_characters for offset in self.offsets)
         if kind == "chat":
-            return shapes.chat_logprobs(self.tokens[:n])
+            return {"content": self.tokens[:n], "refusal": None}
         return shapes.text_logprobs(self.tokens[:n], self.offsets[:n])
 
     def take(self, event: Event, tokenizer: Tokenizer, kind: str) -> dict:

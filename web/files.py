@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
-from fastapi.responses import StreamingResponse
+from fastapi.responses import FileResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect
 from program import UserError, one_line
 from storage import files
 from text import chat, corpus
-from web.runs import as_json, is_folder, opened
+from web.runs import as_json, is_folder
 from web.shapes import ApiError
 
 MOST_FILES = 1000
@@ -248,14 +248,13 @@ def add_listing(app: FastAPI, folder: Path) -> None:
         """What is known about a file."""
         return as_json(file_object(place(folder, file_id, "file")))
 
-    @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
+    @app.get("/v1/files/{file_id}/content", response_class=FileResponse)
     def content(file_id: str):
         """The file as it was uploaded."""
-        try:
-            file = opened(place(folder, file_id, "file") / "data.jsonl")
-        except (UserError, OSError) as error:
-            raise ApiError(404, f"the content of {file_id} is gone", code="not_found") from error
-        return StreamingResponse(blocks(file), media_type="application/jsonl")
+        path = place(folder, file_id, "file") / "data.jsonl"
+        if path.is_symlink() or not path.is_file():
+            raise ApiError(404, f"the content of {file_id} is gone", code="not_found")
+        return FileResponse(path, media_type="application/jsonl")
 
     @app.delete("/v1/files/{file_id}")
     def delete(file_id: str):
@@ -266,13 +265,6 @@ def add_listing(app: FastAPI, folder: Path) -> None:
             path.rename(temporary)
             shutil.rmtree(temporary, ignore_errors=True)
         return {"id": file_id, "object": "file", "deleted": True}
-
-
-def blocks(file):
-    """The content of a file in pieces. One that is deleted meanwhile is read to its end."""
-    with file:
-        while block := file.read(2**18):
-            yield block
 
 
 async def form_of(http: HttpRequest, stack: contextlib.AsyncExitStack):
