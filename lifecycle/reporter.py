@@ -215,25 +215,21 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         *parameter_warning(model_cfg),
         *batch_warning(cfg, world, dataset),
         *team_warning(cfg, world),
-        *stage_warnings(cfg, world, n_microbatches),
+        *stage_warning(cfg, world, n_microbatches),
         next_line(model_cfg, cfg, dataset, start),
     ]
     return "\n".join(lines)
 
 
 def next_line(model_cfg: MPTConfig, cfg: TrainConfig, dataset, start) -> str:
-    """What comes before the first step, and how long its evaluation takes."""
+    """What comes before the first step."""
     draws = start.seed_to_draw(cfg) is not None
     words = "initializing the weights" if draws else "reading the weights"
     if start.step > 0:
         return words
     eval_tokens = cfg.eval_tokens // len(dataset.parts)
     n_windows = sum(data.n_evaluated(part.val, eval_tokens) for part in dataset.parts)
-    n_steps = math.ceil(n_windows / cfg.global_batch_size / 3)  # a forward is a third of a step
-    return (
-        f"{words}, then a first evaluation of {n_windows * model_cfg.max_seq_len:,} tokens, which "
-        f"takes about as long as {n_steps:,} step{'s' * (n_steps > 1)}"
-    )
+    return f"{words}, then a first evaluation of {n_windows * model_cfg.max_seq_len:,} tokens"
 
 
 def planned_time(
@@ -354,26 +350,20 @@ def team_warning(cfg: TrainConfig, world) -> list[str]:
     ]
 
 
-def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
-    """If stages have too few microbatches; and what sharding costs them."""
-    lines = []
-    if n_microbatches < cfg.pp:
-        from pipeline import bubble  # here, since most runs do without
+def stage_warning(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
+    """If a pipeline has too few microbatches."""
+    if n_microbatches >= cfg.pp:
+        return []
+    from pipeline import bubble  # here, since most runs do without
 
-        rows_per_rank = cfg.global_batch_size // world.dp_size
-        fix = f"set --global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
-        if rows_per_rank >= cfg.pp:
-            fix = f"set --microbatch_size={rows_per_rank // cfg.pp}"
-        lines.append(
-            f"WARNING: {n_microbatches} microbatches never fill {cfg.pp} stages: each waits for "
-            f"{bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
-        )
-    if cfg.pp > 1 and world.dp_size > 1 and not cfg.sharding_mode.reduces_late:
-        lines.append(
-            f"{cfg.sharding} gathers a stage's weights in each of its {n_microbatches} "
-            "microbatches; --sharding=ZERO1 does so once a step, and needs more memory"
-        )
-    return lines
+    rows_per_rank = cfg.global_batch_size // world.dp_size
+    fix = f"set --global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
+    if rows_per_rank >= cfg.pp:
+        fix = f"set --microbatch_size={rows_per_rank // cfg.pp}"
+    return [
+        f"WARNING: {n_microbatches} microbatches never fill {cfg.pp} stages: each waits for "
+        f"{bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
+    ]
 
 
 def rate_note(cfg: TrainConfig, start) -> list[str]:
