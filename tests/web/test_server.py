@@ -397,13 +397,11 @@ def test_what_cannot_be_served(folder, monkeypatch):
     assert "16 or more characters" in refused("run", "--keys=short.txt")
     assert "--rows to 1 or more" in refused("run", "--rows=0")
     assert "nowhere" in refused("nowhere")
-    assert "run takes 0.0 GiB in bf16" in refused("run", "--tp=2")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "set another --port" in refused("run", f"--port={port}")
     monkeypatch.setenv("ROLE_WORLD_SIZE", "2")  # of torchrun
-    message = refused("run")
-    assert "not 2 (" in message and "start one serve.py for each device" in message
+    assert "start one serve.py for each device" in refused("run")
 
 
 SEVEN_B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True)
