@@ -14,6 +14,7 @@ import pytest
 from conftest import PATIENCE, refusal, slowly
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launches import wait_for
 from test_adapters import bank_on, merged, write_adapter, written
 from test_decoder import TINY, model
 
@@ -231,16 +232,6 @@ def test_a_broken_adapter_is_listed_with_its_fault_and_refused_by_name(
     assert names(catalog) == ["base", "bad", "good"]
 
 
-def test_a_broken_adapter_that_is_mended_can_be_used(catalog, folder):
-    truncated(folder / "a")
-    catalog.scan()
-    refusal(catalog.find, "a")
-    shutil.rmtree(folder / "a")
-    write_adapter(folder / "a", CFG)
-    catalog.scan()
-    catalog.find("a")
-
-
 def test_an_error_that_nobody_foresaw_concerns_its_adapter_alone(folder):
     def fails(path, found):
         raise RuntimeError("a surprise")
@@ -270,15 +261,6 @@ def test_another_version_is_another_adapter_for_bank_and_caches(served, folder):
     both = written(decoder, CFG, ["to be"] * 2, [old.key, new.key], temperature=0)
     assert both[0] == before[0] != both[1]  # the old one is still in its slot
     assert "have changed" in refusal(catalog.read, old.key)
-
-
-def test_scanning_again_changes_nothing(catalog, folder):
-    write_adapter(folder / "a", CFG)
-    write_run(folder / "b", step=3, max_steps=3)
-    catalog.scan()
-    before = catalog.listed()
-    catalog.scan()
-    assert catalog.listed() == before
 
 
 def test_loading_an_adapter_again_gives_it_a_new_version(catalog, folder):
@@ -374,13 +356,6 @@ def test_names_that_no_adapter_may_have(name, catalog, folder):
 
 
 # --- The thread
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_thread_finds_and_checks_what_is_new(catalog, folder):

@@ -173,11 +173,6 @@ def test_a_store_that_is_down_says_so(store):
         assert error.value.passes
 
 
-def test_the_clock_is_off():
-    text = "<Error><Code>RequestTimeTooSkewed</Code><Message>The difference ..."
-    assert "clock is off" in object_store.cause(text)
-
-
 @pytest.mark.parametrize(
     "url, words",
     [
