@@ -31,7 +31,7 @@ from serving.constraint import Constraints
 from serving.engine import Engine, Event, LogProbs, Request
 from serving.sampling import Sampling
 from serving.stream import Text
-from serving.thread import EngineThread
+from serving.thread import SHUTTING_DOWN, EngineThread
 from text.chat import Template, checked_messages
 from text.tokenizer import Tokenizer
 from web import shapes
@@ -41,7 +41,6 @@ from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
 
 PING_SECONDS = 15  # a stream that waits says so: proxies close silent connections
-SHUTTING_DOWN = "the server is shutting down: try again later"
 
 
 @dataclass

@@ -36,7 +36,6 @@ from web.shapes import ApiError
 MOST_FILES = 1000
 MOST_FAULTS = 100  # wrong lines that an answer names
 LONGEST_LINE = 2**20  # bytes
-LONGEST_REASON = 200  # characters
 LONGEST_NAME = 200
 CHECK_SECONDS = 300  # for reading all lines
 OLD_SECONDS = 3600  # after which a half-written upload belongs to a server that was killed
@@ -149,7 +148,7 @@ def check_lines(path: Path, template: chat.Template) -> int:
             if len(faults) == MOST_FAULTS or template.fault or time.monotonic() > end:
                 break
     except UserError as error:  # the encoding
-        faults.append({"line": 1, "reason": shortened(error).replace(str(path), "the file")})
+        faults.append({"line": 1, "reason": one_line(error).replace(str(path), "the file")})
     if not n_lines and not faults:
         faults.append({"line": 1, "reason": "the file has no lines"})
     if faults:
@@ -163,14 +162,9 @@ def fault_of(line: bytes, template: chat.Template) -> str:
         return f"it has {len(line):,} bytes, more than {LONGEST_LINE:,}"
     try:
         chat.turns_of(corpus.parsed(line), template)
+        return ""
     except UserError as error:
-        return shortened(error)
-    return ""
-
-
-def shortened(error: Exception) -> str:
-    """An error's message in one line."""
-    return " ".join(str(error).split())[:LONGEST_REASON]
+        return one_line(error)
 
 
 def keep(upload: UploadFile, finetuning: Finetuning, template: chat.Template) -> str:
