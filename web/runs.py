@@ -8,7 +8,7 @@
 
 There may be hundreds of runs of millions of rows. The list reads the last megabyte of a file, and
 nothing of a file that has not changed. A curve's file is read once, from where the reading before
-ended (`Columns`): 24 bytes stay in memory for a row, and the runs that were asked for least
+ended (`Columns`): 32 bytes stay in memory for a row, and the runs that were asked for least
 recently are forgotten. Its points keep the minima and maxima of the rows between them.
 
 A name is a path below a root, at most three folders deep. Links are not followed.
@@ -49,6 +49,7 @@ READ_SECONDS = 2.0  # for one answer; a curve that takes longer comes in parts
 MOST_ROWS = 4_000_000  # in memory, of all runs together, unless a single run has more
 MOST_POINTS = 5000
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+READ = (*CURVES, "seconds")
 
 
 def add_runs(app: FastAPI, folders: dict[str, Path | str]) -> None:
@@ -514,7 +515,7 @@ class Columns:
     def clear(self) -> None:
         """Forget all rows."""
         self.steps = array("q")
-        self.values = {name: array("f") for name in CURVES}  # NaN where a row has none
+        self.values = {name: array("f") for name in READ}  # NaN where a row has none
         self.vals = []  # (step, validation loss)
         self.n_bad, self.first_bad = 0, ""  # lines that are damaged, and what is wrong with one
 
@@ -557,11 +558,21 @@ class Columns:
             self.first_bad = self.first_bad or fault
         if "loss" in row:
             self.steps.append(row["step"])
-            for name in CURVES:
+            for name in READ:
                 value = row.get(name)
                 self.values[name].append(math.nan if value is None else value)
         if "val_loss" in row:
             self.vals.append((row["step"], row["val_loss"]))
+
+    def rows(self) -> list[dict]:
+        """Step, loss and seconds of each step; behind it its validation."""
+        losses, seconds = self.values["loss"], self.values["seconds"]
+        rows = [
+            {"step": step, "loss": float(f"{loss:.7g}"), "seconds": taken}
+            for step, loss, taken in zip(self.steps, losses, seconds, strict=True)
+        ]
+        rows += [{"step": step, "val_loss": loss} for step, loss in self.vals]
+        return sorted(rows, key=lambda row: row["step"])
 
     def curve(self, column: str, points: int, after: int) -> dict:
         """x, low, mean and high of the steps after one."""
