@@ -166,12 +166,6 @@ class Record:
         files.write_atomically(path, json.dumps(asdict(self)).encode())
 
 
-def read_record(path: Path) -> Record:
-    """The record in a file, or a new one. UserError if it is damaged."""
-    fix = "delete it, and a new curve begins"
-    return Record(**files.read_json(path, fix=fix)) if path.exists() else Record()
-
-
 # -------------------------------------------------------------------------------------------------
 # The trackers. Each corrects record.step if it knows better. `send` takes [(step, numbers), ...];
 # after `lag` seconds they have arrived, whatever is killed. `where`: how a person finds the curve.
@@ -366,7 +360,10 @@ class Feeder:
         return f"metrics.jsonl keeps it; {command} --track={self.name} sends what is missing"
 
     def connect(self) -> None:
-        self.record = record = read_record(self.path)
+        record, fix = Record(), "delete it, and a new curve begins"
+        if self.path.exists():
+            record = Record(**files.read_json(self.path, fix=fix))
+        self.record = record
         settings = files.read_json(self.run / "config.json")
         try:
             self.tracker = KINDS[self.name](self.run, record, settings)

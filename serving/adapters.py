@@ -327,18 +327,13 @@ def bank_for(decoder: Decoder, paths: list[str], n_slots: int, base: str) -> Ada
     twice = f"{base} has adapters already; --adapter needs their base"
     require(not has_its_own, f"{twice}: give that, or merge it first")
     has_runs = any(load.is_run(Path(path)) for path in paths)
-    fingerprint = load.fingerprint_of(Path(base)) if has_runs and Path(base).exists() else ""
+    fingerprint = load.fingerprint_of(found) if has_runs and found.exists() else ""
     read = functools.partial(read_adapter, base=base, base_fingerprint=fingerprint)
     adapters = {path: read(path) for path in paths}
     names = [name for adapter in adapters.values() for name in layers_of(adapter)]
     layers = {name.rpartition(".")[2] for name in names}
     rank = max(adapter.rank for adapter in adapters.values())
-
-    def take_or_read(path: str) -> Adapter:
-        """What was read here is loaded once; an adapter that has lost its slot is read again."""
-        return adapters.pop(path, None) or read(path)
-
-    bank = AdapterBank(decoder, n_slots, rank, layers, take_or_read)
+    bank = AdapterBank(decoder, n_slots, rank, layers, read)
     for path, adapter in adapters.items():
         bank.check(path, adapter)
     return bank

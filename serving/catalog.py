@@ -183,7 +183,7 @@ class Catalog:
             pass
         none = f"no adapter in {path[:LONGEST_NAME]!r}: expected a PEFT folder or a run"
         require(source, none)
-        model = self.new_version(name, source, stamp_of(source))
+        model = Model(name, source, next(self.versions), stamp_of(source))
         fault = self.fault_of(model)
         require(not fault, fault)
         with self.lock:
@@ -207,9 +207,6 @@ class Catalog:
             is_inside = place.resolve().is_relative_to(self.folder)
             problem = f"{self.public(str(path))} is not inside the folder of adapters"
             require(is_inside, f"{problem}: copy it there")
-
-    def new_version(self, name: str, path: str, stamp: tuple, fault: str | None = None) -> Model:
-        return Model(name, path, next(self.versions), stamp, fault)
 
     def put(self, model: Model) -> None:
         """Give a name a new version. Texts may still wait for the last ones before."""
@@ -292,7 +289,7 @@ class Catalog:
             is_known = old and (old.path, old.stamp) == (source, stamp)
             is_elsewhere = old and not self.is_at_home(name)
             if not is_known and not is_elsewhere and name not in self.unloaded:
-                self.put(self.new_version(name, source, stamp, fault))
+                self.put(Model(name, source, next(self.versions), stamp, fault))
 
 
 def is_folder(entry: os.DirEntry) -> bool:

@@ -240,18 +240,11 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
 
     seed = random.getrandbits(62) if body.seed is None else body.seed
 
+    model_cfg, most = service.engine.decoder.cfg, max_tokens or room
+    settings = stops, seed, adapter, special_tokens
+
     def text_of(prompt, repeat: int) -> Text:
-        return Text(
-            prompt,
-            service.tokenizer,
-            service.engine.decoder.cfg,
-            max_tokens or room,
-            stops,
-            seed,
-            adapter,
-            special_tokens,
-            repeat,
-        )
+        return Text(prompt, service.tokenizer, model_cfg, most, *settings, repeat)
 
     first = text_of(prompt, 0)
     if max_tokens is None:
@@ -393,10 +386,12 @@ class LogprobsOfText:
     def add(self, token: int, logprobs: LogProbs, tokenizer: Tokenizer) -> None:
         """Take in the next token."""
         spelling = tokenizer.decode_bytes([token])
-        others = [
-            (tokenizer.decode_bytes([token]), logprob) for token, logprob in logprobs.likeliest
+        likeliest = [
+            shapes.token_logprob(tokenizer.decode_bytes([other]), logprob)
+            for other, logprob in logprobs.likeliest
         ]
-        self.tokens.append(shapes.token_logprob(spelling, logprobs.of_token, others))
+        of_token = shapes.token_logprob(spelling, logprobs.of_token)
+        self.tokens.append({**of_token, "top_logprobs": likeliest})
         self.offsets.append(self.n_characters)
         self.n_characters += len(self.utf8.decode(spelling))
 

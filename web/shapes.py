@@ -222,7 +222,7 @@ def head(kind: str, model: str) -> dict:
 
 
 def text_logprobs(tokens: list[dict], offsets: list[int]) -> dict:
-    """The log-probabilities of tokens, which `token_logprob` has made, in the shape of completions.
+    """The log-probabilities of tokens (`LogprobsOfText.tokens`) in the shape of completions.
 
     offsets: where in the text each token begins.
     """
@@ -237,13 +237,7 @@ def text_logprobs(tokens: list[dict], offsets: list[int]) -> dict:
     }
 
 
-def token_logprob(spelling: bytes, logprob: float, likeliest: list[tuple[bytes, float]]) -> dict:
-    """A token with its log-probability and the likeliest ones in its place."""
-    of_token = as_json(spelling, logprob)
-    return {**of_token, "top_logprobs": [as_json(*other) for other in likeliest]}
-
-
-def as_json(spelling: bytes, logprob: float) -> dict:
+def token_logprob(spelling: bytes, logprob: float) -> dict:
     """A token as text and bytes. JSON has no -inf, no NaN: -9999, as in OpenAI's answers."""
     text = spelling.decode("utf-8", "replace")
     return {"token": text, "logprob": max(-9999.0, logprob), "bytes": list(spelling)}

@@ -20,7 +20,7 @@ pytest.importorskip("fastapi")
 
 import openai
 from finetuning import KEYS, client_of, end_trainings, lines, upload
-from servers import KEY, Served, wait_for
+from servers import KEY, Served, openai_client, wait_for
 
 from lifecycle import runlog
 from web import jobs, worker
@@ -338,12 +338,7 @@ class Place:
     def serve(self) -> None:
         """Start a server."""
         self.server = Served(self.folder, "--jobs=jobs", "--keys=keys.txt", "--rows=4")
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.server.port}/v1",
-            api_key=KEY,
-            max_retries=0,
-            _strict_response_validation=True,
-        )
+        self.client = openai_client(self.server)
 
     def worker(self, *flags) -> Program:
         """Start a worker."""

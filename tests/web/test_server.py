@@ -9,7 +9,7 @@ import socket
 import pytest
 import torch
 from conftest import PATIENCE, refusal
-from servers import ASK, CHAT, KEY, Served, served_folder, wait_for
+from servers import ASK, CHAT, KEY, Served, openai_client, served_folder, wait_for
 
 import checkpoint
 import serve
@@ -38,20 +38,10 @@ def served(folder):
     assert server.stop() == 0
 
 
-def client_of(served, strict=True):
-    """OpenAI's own client. strict: it checks that each answer has the documented shape."""
-    return openai.OpenAI(
-        base_url=f"http://127.0.0.1:{served.port}/v1",
-        api_key=KEY,
-        max_retries=0,
-        _strict_response_validation=strict,
-    )
-
-
 @pytest.fixture
 def client(served):
     """The strict client."""
-    return client_of(served)
+    return openai_client(served)
 
 
 # --- The endpoints, through OpenAI's client
@@ -100,7 +90,7 @@ def test_a_stream_holds_the_same_text(client, served):
     whole = client.completions.create(**asked)
     usage = {"include_usage": True}
     # The documented shape has no finish_reason of null, which OpenAI's own streams have.
-    lenient = client_of(served, strict=False)
+    lenient = openai_client(served, strict=False)
     chunks = list(lenient.completions.create(**asked, stream=True, stream_options=usage))
     pieces = [chunk.choices[0].text for chunk in chunks if chunk.choices]
     assert "".join(pieces) == whole.choices[0].text
@@ -132,7 +122,7 @@ def test_the_end_of_an_answer_and_stop_strings_end_a_text(client, served):
     stop = text[5:7]
     stopped = client.completions.create(**asked, stop=[stop]).choices[0]
     assert stopped.text == text[: text.index(stop)] and stopped.finish_reason == "stop"
-    lenient = client_of(served, strict=False)
+    lenient = openai_client(served, strict=False)
     chunks = list(lenient.completions.create(**asked, stop=[stop], stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.text
 
