@@ -123,7 +123,8 @@ class RunLog:
         if tokenizer_file.exists():
             files.write_atomically(folder / "tokenizer.json", tokenizer_file.read_bytes())
         if bad:
-            copy = keep_damaged(self.path)
+            copy = files.free_name(self.path.with_name("metrics.jsonl.damaged"))
+            files.write_atomically(copy, self.path.read_bytes())
             faults = damaged_lines(self.path, len(bad), bad[0])
             self.say(f"{faults}. The original file is kept as {copy.name}")
         kept = [row for row in rows if row["step"] <= first_step] if first_step else []
@@ -269,13 +270,6 @@ def remove_leftovers(run_dir) -> None:
     for name in OWN_FILES:
         for path in Path(run_dir).glob(f"{name}.*.tmp"):
             path.unlink()
-
-
-def keep_damaged(path: Path) -> Path:
-    """Copy a file to NAME.damaged, or NAME.damaged-2 and so on if that exists."""
-    aside = files.free_name(path.with_name(f"{path.name}.damaged"))
-    files.write_atomically(aside, path.read_bytes())
-    return aside
 
 
 def put_aside(run_dir: str) -> Path:

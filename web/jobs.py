@@ -219,9 +219,12 @@ def add_jobs(app: FastAPI, service) -> None:
     runs = Runs({})  # clients ask every second: what is new in a file is read
 
     def shown(job: Job) -> dict:
-        if status_of(job)["status"] == "succeeded":
-            list_model(service.catalog, job)
-        return job_object(job, runs)
+        found, catalog = job_object(job, runs), service.catalog
+        name = found["fine_tuned_model"]
+        if name and name not in catalog.models and name not in catalog.unloaded:
+            with contextlib.suppress(OSError):
+                catalog.scan()  # now, and not seconds later
+        return found
 
     @app.post("/v1/fine_tuning/jobs")
     def create(body: JobRequest, http: HttpRequest):
@@ -339,14 +342,6 @@ def new_job(body: JobRequest, finetuning: Finetuning, owner: str) -> Job:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Job(folder / name)
-
-
-def list_model(catalog, job: Job) -> None:
-    """Let the catalog find the model of a job that has succeeded now, and not seconds later."""
-    with contextlib.suppress(UserError, OSError):
-        name = job.asked["fine_tuned_model"]
-        if name not in catalog.models and name not in catalog.unloaded:
-            catalog.scan()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -301,12 +301,6 @@ def require_no_link(path: Path) -> None:
     require(not path.is_symlink(), f"{path.name} is a link, which is not followed here")
 
 
-def opened(path: Path):
-    """Open a file for reading bytes. UserError for a link, and what is no file."""
-    require_no_link(path)
-    return files.open_regular(path)
-
-
 def settings_of(folder: Path) -> dict:
     """config.json of a run. UserError if it is damaged, OSError if it is not there."""
     return config.renamed(files.parse_json(card.content_of(folder / "config.json"), "config.json"))
@@ -395,7 +389,9 @@ class Summary:
     def read_tail(self) -> None:
         """Find the last row of each kind. UserError if there are lines, and no row among them."""
         self.rows = {}
-        with opened(self.folder / "metrics.jsonl") as file:
+        path = self.folder / "metrics.jsonl"
+        require_no_link(path)
+        with files.open_regular(path) as file:
             first, _ = parsed(file.readline(TAIL_BYTES))
             lines = last_lines(file)
         rows = {key: last_row(lines, key) for key in ("loss", "val_loss", "icl")}

@@ -86,7 +86,6 @@ REFUSED = [  # changes of a request, the parameter that the answer names
     ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters"),
     ({"hyperparameters": {"batch_size": "large"}}, "hyperparameters"),
     ({"hyperparameters": {"beta": 0.1}}, "hyperparameters"),
-    ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters"),
     ({"method": {"type": "dpo", "dpo": {}}}, "method"),
     (method(dpo={"hyperparameters": {}}), "method"),
     (method(supervised={"hyperparameters": {"n_epochs": 99}}), "method"),
