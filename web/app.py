@@ -209,14 +209,14 @@ def add_errors(app: FastAPI) -> None:
         return ApiError(500, "the server failed: its log says why").response
 
 
-def is_place(part: str) -> bool:
-    """Whether a part of pydantic's place is no name: where it was, or a type it might have had."""
-    return part in ("body", "query", "str", "int", "float") or "[" in part or "-" in part
-
-
 def place_of(fault: dict) -> list[str]:
-    """The field that a fault is about, from outside to inside."""
-    return [str(part) for part in fault["loc"] if not is_place(str(part))]
+    """The field that a fault is about, from outside to inside, by pydantic.
+
+    Of its place are left out the body or query and the types that a value might have had.
+    """
+    no_names = ("body", "query", "str", "int", "float")
+    parts = [str(part) for part in fault["loc"]]
+    return [part for part in parts if part not in no_names and not set("[-") & set(part)]
 
 
 def refusal(faults: list[dict]) -> ApiError:

@@ -49,6 +49,8 @@ from web.shapes import ApiError, NotSupported, Number
 MOST_JOBS = 4  # of a key, waiting or running
 FEWEST_LINES = 2  # one to learn, one held out
 Limit = Annotated[int, Query(ge=1, le=1000)]
+ShortText = Annotated[str, Field(max_length=64)]
+LongText = Annotated[str, Field(max_length=512)]
 ENDED = ("succeeded", "failed", "cancelled")
 ASKED = {  # the fields of job.json
     "model": str,
@@ -187,16 +189,7 @@ class JobRequest(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     hyperparameters: Hyperparameters | None = None
     method: Method | None = None
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=64)],
-                Annotated[str, Field(max_length=512)],
-            ],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Annotated[dict[ShortText, LongText], Field(max_length=16)] | None = None
     integrations: NotSupported = None
 
     @property

@@ -297,14 +297,6 @@ def turn_negative(metadata):
     resize_piece(-32, -128)(metadata)
 
 
-def duplicate_piece(metadata):
-    entry(metadata).chunks *= 2
-
-
-def set_dtype(metadata):
-    entry(metadata).properties.dtype = torch.int64
-
-
 # What is changed, how, and the error.
 CHANGES = {
     "a piece is missing": (lambda m: entry(m).chunks.clear(), "do not cover it"),
@@ -314,10 +306,10 @@ CHANGES = {
     "too large for its bytes": (enlarge, "is missing"),
     "a piece with other dimensions": (resize_piece(32), "cannot be trusted"),
     "a hole": (resize_piece(31, 128), "do not cover it"),
-    "a piece twice": (duplicate_piece, "do not cover it"),
+    "a piece twice": (lambda m: entry(m).chunks.append(entry(m).chunks[0]), "do not cover it"),
     "nowhere": (lambda m: m.storage_data.pop(MetadataIndex(WEIGHT, [0, 0])), "is missing"),
     "beyond the end": (set_location(offset=2**40), "ends before a piece"),
-    "no floating point": (set_dtype, "is torch.int64"),
+    "integers": (lambda m: setattr(entry(m).properties, "dtype", torch.int64), "is torch.int64"),
     "before the start": (set_location(offset=-8), "ends before a piece"),
     "no storage": (lambda m: setattr(m, "storage_data", None), "cannot be trusted"),
 }

@@ -225,39 +225,24 @@ def test_a_training_that_fails_ends_its_job_with_the_reason(tmp_path, text, word
     assert words in said[-1] and sum("started" in line for line in said[:-1]) == starts
 
 
-def remove_base(folder, job):
-    shutil.rmtree(folder / "run")
-
-
-def remove_upload(folder, job):
-    shutil.rmtree(folder / "jobs/files" / job.asked["training_file"])
-
-
-def spoil_upload(folder, job):
-    (folder / "jobs/files" / job.asked["training_file"] / "data.jsonl").write_text("{\n" * 9)
-
-
-def spoil_job(folder, job):
-    (job.folder / "job.json").write_text("{")
-
-
-def spoil_numbers(folder, job):
-    text = json.dumps(job.asked | {"hyperparameters": {}})
-    (job.folder / "job.json").write_text(text)
-
-
-def spoil_state(folder, job):
-    (job.folder / "state.json").write_text("{")
-
-
 @pytest.mark.parametrize(
-    "damage", [remove_base, remove_upload, spoil_upload, spoil_job, spoil_numbers, spoil_state]
+    "what", ["no base", "no upload", "upload", "job.json", "hyperparameters", "state.json"]
 )
-def test_a_job_that_cannot_be_done_fails(tiny_run, tmp_path, damage):
+def test_a_job_that_cannot_be_done_fails(tiny_run, tmp_path, what):
+    """Something that it needs is gone or damaged."""
     shutil.copytree(tiny_run, tmp_path / "run")
     client = client_of(tmp_path, base=tmp_path / "run")
     job_id = created(client)
-    damage(tmp_path, Job(tmp_path / "jobs/jobs" / job_id))
+    job = Job(tmp_path / "jobs/jobs" / job_id)
+    sent = tmp_path / "jobs/files" / job.asked["training_file"]
+    if what.startswith("no "):
+        shutil.rmtree(tmp_path / "run" if what == "no base" else sent)
+    elif what == "upload":
+        (sent / "data.jsonl").write_text("{\n" * 9)
+    elif what == "hyperparameters":
+        (job.folder / "job.json").write_text(json.dumps(job.asked | {"hyperparameters": {}}))
+    else:
+        (job.folder / what).write_text("{")
     job = work(worker_of(tmp_path), client, job_id)
     said = messages(client, job_id)
     assert job["status"] == "failed" and job["error"]["message"] in said[-1]
