@@ -213,9 +213,8 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         planned_time(model_cfg, cfg, world, precision, peak, start.step),
         checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
-        *batch_warning(cfg, world, dataset),
         *team_warning(cfg, world),
-        *stage_warning(cfg, world, n_microbatches),
+        *stage_warnings(cfg, world, n_microbatches),
         next_line(model_cfg, cfg, dataset, start),
     ]
     return "\n".join(lines)
@@ -323,22 +322,6 @@ def describe_adapters(cfg: TrainConfig, n_trained: int, n_params: int) -> list[s
 # Notes and warnings: none, or a line or two
 
 
-def batch_warning(cfg: TrainConfig, world, dataset) -> list[str]:
-    """If the data has fewer windows than a batch, a step reads some repeatedly."""
-    lines = []
-    for name, share, _, train, _ in dataset.parts:
-        n_windows, rows = len(train), share * cfg.global_batch_size
-        if rows <= n_windows:
-            continue
-        batch = int(n_windows / share)
-        fitting = batch - batch % world.dp_size
-        fix = f"lower --global_batch_size to {fitting}, or use" if fitting else "use"
-        what = f"all {n_windows:,} windows" if n_windows > 1 else "the only window"
-        what += f" of {name}" * bool(name)
-        lines.append(f"WARNING: a step reads {what} {rows / n_windows:.3g} times: {fix} more text")
-    return lines
-
-
 def team_warning(cfg: TrainConfig, world) -> list[str]:
     """If some tensor ranks of a team are on another node than the others."""
     if world.local_size % cfg.tp == 0:
@@ -350,20 +333,26 @@ def team_warning(cfg: TrainConfig, world) -> list[str]:
     ]
 
 
-def stage_warning(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
-    """If a pipeline has too few microbatches."""
-    if n_microbatches >= cfg.pp:
-        return []
-    from pipeline import bubble  # here, since most runs do without
+def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
+    """If stages have too few microbatches; and what sharding costs them."""
+    lines = []
+    if n_microbatches < cfg.pp:
+        from pipeline import bubble  # here, since most runs do without
 
-    rows_per_rank = cfg.global_batch_size // world.dp_size
-    fix = f"set --global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
-    if rows_per_rank >= cfg.pp:
-        fix = f"set --microbatch_size={rows_per_rank // cfg.pp}"
-    return [
-        f"WARNING: {n_microbatches} microbatches never fill {cfg.pp} stages: each waits for "
-        f"{bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
-    ]
+        rows_per_rank = cfg.global_batch_size // world.dp_size
+        fix = f"set --global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
+        if rows_per_rank >= cfg.pp:
+            fix = f"set --microbatch_size={rows_per_rank // cfg.pp}"
+        lines.append(
+            f"WARNING: {n_microbatches} microbatches never fill {cfg.pp} stages: each waits for "
+            f"{bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
+        )
+    if cfg.pp > 1 and world.dp_size > 1 and not cfg.sharding_mode.reduces_late:
+        lines.append(
+            f"{cfg.sharding} gathers a stage's weights in each of its {n_microbatches} "
+            "microbatches; --sharding=ZERO1 does so once a step, and needs more memory"
+        )
+    return lines
 
 
 def rate_note(cfg: TrainConfig, start) -> list[str]:
@@ -381,13 +370,7 @@ def rate_note(cfg: TrainConfig, start) -> list[str]:
 
     changed = ", ".join(resume.differing(optim.RATE_SETTINGS, saved, ours))
     jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
-    line = f"note: the checkpoint has {changed}: {jump}"
-    if start.step < there.max_steps:
-        return [line]
-    flags = f"--schedule=constant --warmup_steps=0 --lr={last:.2e}"
-    if cfg.decoupled_weight_decay:  # of which a step uses the share lr_t / lr
-        flags += f" --decoupled_weight_decay={cfg.decoupled_weight_decay * last / there.lr:.3g}"
-    return [f"{line}; to stay at {last:.2e}: {flags}"]
+    return [f"note: the checkpoint has {changed}: {jump}"]
 
 
 def parameter_warning(model_cfg: MPTConfig) -> list[str]:
