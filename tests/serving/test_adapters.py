@@ -356,21 +356,6 @@ def test_a_file_that_cannot_be_loaded_is_named_and_may_be_mended(files, tmp_path
         assert bank.is_loaded(adapter)
 
 
-OTHER_MODELS = {
-    "wider": ({"d_model": 64}, "A is (4, 64), but (4, 32) would fit"),
-    "deeper": ({"n_layers": 3}, "this model has 2 blocks"),
-    "more heads": ({"kv_n_heads": 2}, "Wqkv.lora_B is (64, 4), but (96, 4) would fit"),
-}
-
-
-@pytest.mark.parametrize("more, message", OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_adapters_of_another_model_are_refused(more, message, tmp_path):
-    path = write_adapter(tmp_path / "foreign", MPTConfig(**TINY | {"alibi": True} | more))
-    decoder = Decoder(model(alibi=True), 64)
-    text = refusal(bank_for, decoder, [path], 1, "runs/base")
-    assert path in text and message in text
-
-
 def test_a_run_that_trained_norms_too_is_refused():
     chosen = TrainConfig(init_from="any", lora_rank=2, lora_train="norms")
     found = peft.Adapter(chosen, lora.trained_weights(CFG, chosen))
