@@ -5,6 +5,7 @@ import functools
 import math
 import random
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -353,24 +354,14 @@ def test_if_the_decoder_fails_all_running_texts_do_and_the_others_go_on():
         return decode(ids, cache)
 
     engine = Engine(decode, n_rows=3)
-    engine.decoder = FailingDecoder(decode, sometimes)
+    known = {name: getattr(decode, name) for name in ("model", "device", "cache_dtype")}
+    engine.decoder = mock.Mock(side_effect=sometimes, **known)
     many = [request("x" * i, 8, adapter=ADAPTERS[i % 4]) for i in range(1, 10)]
     finished(engine, *many)
     failed = [one for one in many if one.text.end == "error"]
     assert 3 <= len(failed) <= 6 and {str(one.error) for one in failed} == {"no room"}
     assert_as_alone(decode, *(one for one in many if not one.error))
     assert_nothing_is_held(engine)
-
-
-class FailingDecoder:
-    """A decoder with another `__call__`."""
-
-    def __init__(self, decode, call):
-        self.model, self.device, self.cache_dtype = decode.model, decode.device, decode.cache_dtype
-        self.call = call
-
-    def __call__(self, ids, cache):
-        return self.call(ids, cache)
 
 
 def test_what_can_never_be_served_is_refused_at_once():
