@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -122,11 +123,8 @@ def test_of_many_who_want_a_remote_one_gets_it(tmp_path, hurry):
         except UserError:
             others.append(None)
 
-    threads = [threading.Thread(target=take, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(take, "abcd"))
     assert len(owners) == 1
 
 

@@ -5,6 +5,7 @@ import functools
 import math
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -541,14 +542,8 @@ def test_threads_submit_and_are_answered():
     decode = served()
     thread = EngineThread(Engine(decode, n_rows=4, max_tokens=200), delivered)
     many = [request("x" * i, 10, seed=i, adapter=ADAPTERS[i % 4]) for i in range(24)]
-    clients = [
-        threading.Thread(target=lambda part: [*map(thread.submit, part)], args=[many[i::3]])
-        for i in range(3)
-    ]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
+    with ThreadPoolExecutor(3) as clients:
+        list(clients.map(thread.submit, many))
     assert "are more than 200" in refusal(thread.submit, request("x" * 200))
     for one in many:
         assert delivered.end_of(one) == one.text.end

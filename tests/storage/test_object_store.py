@@ -5,8 +5,8 @@ Against a real S3 server; where it says so a folder.
 
 import os
 import random
-import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import store_server
@@ -112,19 +112,11 @@ def test_of_many_who_create_one_wins(kind, fault, store, tmp_path):
     there = open_store(url)
     chance = random.Random(0)
     store.proxy.fault = lambda method, path: fault if chance.random() < 0.2 else None
-    winners = []
-
-    def create(name):
-        if there.create("lease", name):
-            winners.append(name)
-
-    threads = [threading.Thread(target=create, args=(b"%d" % n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(winners) == 1
-    assert there.get("lease") == winners[0]
+    names = [b"%d" % n for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        has_won = list(pool.map(lambda name: there.create("lease", name), names))
+    assert has_won.count(True) == 1
+    assert there.get("lease") == names[has_won.index(True)]
 
 
 def test_an_answer_that_is_lost_locks_nobody_out(store):

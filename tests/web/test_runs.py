@@ -8,7 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
@@ -454,32 +454,26 @@ def test_damaged_files_never_fail_the_server(tmp_path, n_cases):
 def test_many_threads_ask_while_a_run_grows(tmp_path):
     folder = run_folder(tmp_path / "a", step(1))
     known = runs.Runs({"": tmp_path})
-    problems = []
 
     def ask():
-        try:
-            last = 1
-            while last < 300:
-                found = known.curve("a", "loss", 100, -1)
-                assert found["last"] >= last
-                assert found["problem"] is None
-                last = found["last"]
-                known.listed()
-        except BaseException as error:
-            problems.append(error)
+        last = 1
+        while last < 300:
+            found = known.curve("a", "loss", 100, -1)
+            assert found["last"] >= last
+            assert found["problem"] is None
+            last = found["last"]
+            known.listed()
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for number in range(2, 301):
-        line = json_lines(step(number)).encode()
-        with open(folder / "metrics.jsonl", "ab") as file:
-            file.write(line[:40])
-            file.flush()
-            file.write(line[40:])
-    for thread in threads:
-        thread.join()
-    assert not problems
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        for number in range(2, 301):
+            line = json_lines(step(number)).encode()
+            with open(folder / "metrics.jsonl", "ab") as file:
+                file.write(line[:40])
+                file.flush()
+                file.write(line[40:])
+        for each in asking:
+            each.result()
 
 
 # --- The server without a model
