@@ -151,9 +151,8 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
     steps, values = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     kept = (steps > after) & (np.abs(values) < 3.5e38)
     steps, values = steps[kept], values[kept]
-    if np.any(np.diff(steps) < 0):
-        order = np.argsort(steps, kind="stable")
-        steps, values = steps[order], values[order]
+    order = np.argsort(steps, kind="stable")
+    steps, values = steps[order], values[order]
     n = min(n_points, len(steps))
     if n == 0:
         return [], [], [], []
@@ -288,9 +287,9 @@ def draw(axes, runs: list[Run], what: str, x: str) -> None:
         wider = 2 * (len(runs) - 1 - number) / len(runs)
         marker = "o" if len(train) == 1 else None
         look = {"linestyle": style, "linewidth": 1 + wider, "marker": marker}
-        axes.plot(*columns(train), color=color, label=run.folder[-100:], **look)
+        axes.plot(*unzipped(train), color=color, label=run.folder[-100:], **look)
         if val:
-            axes.plot(*columns(val), "o--", color=color, linewidth=1, label="validation")
+            axes.plot(*unzipped(val), "o--", color=color, linewidth=1, label="validation")
     if not is_known:
         center = {"transform": axes.transAxes, "ha": "center", "va": "center"}
         axes.text(0.5, 0.5, "not known", color="grey", **center)
@@ -303,7 +302,7 @@ def draw(axes, runs: list[Run], what: str, x: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def columns(curve: list[tuple]) -> tuple[list, list]:
+def unzipped(curve: list[tuple]) -> tuple[list, list]:
     """[(x, value), ...] -> all x, all values."""
     return [x for x, _ in curve], [value for _, value in curve]
 
