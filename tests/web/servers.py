@@ -85,10 +85,6 @@ class Served:
         status, _, text = self.request("POST", path, body, **more)
         return status, json.loads(text)
 
-    def metric(self, name) -> float:
-        """A number of /metrics."""
-        return self.metrics()[name]
-
     def metrics(self) -> collections.Counter:
         """All numbers of /metrics by name and labels."""
         lines = self.request("GET", "/metrics")[2].splitlines()

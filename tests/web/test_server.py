@@ -206,7 +206,7 @@ def test_counters_agree_with_the_answers(served):
     served.post("/v1/completions", {**ASK, "model": "nobody"})
     usages.append(served.post("/v1/chat/completions", CHAT)[1]["usage"])
     found = 'mpt_answers_total{path="/v1/completions",status="404"}'
-    wait_for(lambda: served.metric(found) > before[found])
+    wait_for(lambda: served.metrics()[found] > before[found])
     after = served.metrics()
 
     def added(name):
