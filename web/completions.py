@@ -30,7 +30,7 @@ from serving.constraint import Constraints
 from serving.engine import Engine, Event, LogProbs, Request
 from serving.sampling import Sampling
 from serving.stream import Text
-from serving.thread import EngineThread
+from serving.thread import SHUTTING_DOWN, EngineThread
 from text.chat import Template, checked_messages
 from text.tokenizer import Tokenizer
 from web import shapes
@@ -40,7 +40,6 @@ from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
 
 PING_SECONDS = 15  # a stream that waits says so: proxies close silent connections
-SHUTTING_DOWN = "the server is shutting down: try again later"
 
 
 @dataclass
@@ -136,9 +135,10 @@ class Job:
     @property
     def usage(self) -> dict:
         """The tokens of all texts. A prompt counts once, however many texts continue it."""
-        n = self.body.n or 1
-        prompts = sum(request.text.n_prompt for request in self.requests[::n])
-        return shapes.usage(prompts, sum(request.text.drawn_tokens for request in self.requests))
+        n_prompt = sum(request.text.n_prompt for request in self.requests[:: self.body.n or 1])
+        n_new = sum(request.text.drawn_tokens for request in self.requests)
+        both = n_prompt + n_new
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": both}
 
 
 async def job_of(body: Generation, service: Service) -> Job:
@@ -237,18 +237,11 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
 
     seed = random.getrandbits(62) if body.seed is None else body.seed
 
+    model_cfg, most = service.engine.decoder.cfg, max_tokens or room
+    settings = stops, seed, adapter, special_tokens
+
     def text_of(prompt, repeat: int) -> Text:
-        return Text(
-            prompt,
-            service.tokenizer,
-            service.engine.decoder.cfg,
-            max_tokens or room,
-            stops,
-            seed,
-            adapter,
-            special_tokens,
-            repeat,
-        )
+        return Text(prompt, service.tokenizer, model_cfg, most, *settings, repeat)
 
     first = text_of(prompt, 0)
     if max_tokens is None:
@@ -390,10 +383,12 @@ class LogprobsOfText:
     def add(self, token: int, logprobs: LogProbs, tokenizer: Tokenizer) -> None:
         """Take in the next token."""
         spelling = tokenizer.decode_bytes([token])
-        others = [
-            (tokenizer.decode_bytes([token]), logprob) for token, logprob in logprobs.likeliest
+        likeliest = [
+            shapes.token_logprob(tokenizer.decode_bytes([other]), logprob)
+            for other, logprob in logprobs.likeliest
         ]
-        self.tokens.append(shapes.token_logprob(spelling, logprobs.of_token, others))
+        of_token = shapes.token_logprob(spelling, logprobs.of_token)
+        self.tokens.append({**of_token, "top_logprobs": likeliest})
         self.offsets.append(self.n_characters)
         self.n_characters += len(self.utf8.decode(spelling))
 
@@ -404,7 +399,7 @@ class LogprobsOfText:
         """
         n = sum(offset < n_characters for offset in self.offsets)
         if kind == "chat":
-            return shapes.chat_logprobs(self.tokens[:n])
+            return {"content": self.tokens[:n], "refusal": None}
         return shapes.text_logprobs(self.tokens[:n], self.offsets[:n])
 
     def take(self, event: Event, tokenizer: Tokenizer, kind: str) -> dict:

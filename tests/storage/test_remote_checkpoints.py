@@ -82,13 +82,6 @@ def test_what_is_damaged_on_the_way_is_asked_for_again(store, tmp_path, monkeypa
         remote_checkpoints.meta_of(store, found)
 
 
-def test_a_damaged_file_is_not_uploaded(store, tmp_path):
-    path = made_up(tmp_path / "run", 8)
-    (path / ".metadata").write_bytes(b"x" * len((path / ".metadata").read_bytes()))
-    message = refusal(remote_checkpoints.upload, store, path, [".metadata"])
-    assert "damaged on this disk" in message
-
-
 def test_old_ones_are_deleted_with_their_list_first(store, tmp_path, monkeypatch):
     """The first one that was imported stays, those of keep_every, and what is newer."""
     for step in (0, 4, 8, 10, 12, 16):
