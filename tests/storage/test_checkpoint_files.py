@@ -301,6 +301,8 @@ def overlap(metadata):
     """Two pieces with as many elements as the tensor, which leave a hole."""
     piece = replace(entry(metadata).chunks[0], sizes=torch.Size([16, 128]))
     entry(metadata).chunks[:] = [piece, replace(piece, offsets=torch.Size([8, 0]))]
+    first, second = (MetadataIndex(WEIGHT, [row, 0]) for row in (0, 8))
+    metadata.storage_data[second] = metadata.storage_data[first]
 
 
 # What is changed, how, and the error.
