@@ -77,6 +77,10 @@ RANGES = {
         (1, 10**9, "batch"),
         (0, 2**24, "context window document"),
         (1e-6, 10**9, "matmul_tflops memory_gbs collectives_gbs latency_us"),
+        # Evaluation.
+        (0, 10**9, "shots limit"),
+        (1, 10**9, "n length batch_tokens"),
+        (2, 10**6, "choices"),
         # Benchmarks.
         (1, 10**6, "rounds turns steps grad_accum texts streams new_tokens"),
         (1, 10**4, "threads"),

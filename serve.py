@@ -74,13 +74,12 @@ class ServeSettings:
     step: int | None = None  # which checkpoint (none = the newest)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own; gpt2 if it names none)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
-    tp: int = 1  # a model has one device here; more are refused, with the memory that it needs
 
     def check(self) -> None:
         """UserError for values out of range."""
         require(0 <= self.port < 65536, f"port {self.port}: set --port from 0 to 65535")
         least = dict.fromkeys("rows max_requests max_seconds threads upload_mb".split(), 1)
-        least |= {"max_lora_rank": 1, "tp": 1, "max_tokens": 2, "prefix_mb": 0, "drain_seconds": 0}
+        least |= {"max_lora_rank": 1, "max_tokens": 2, "prefix_mb": 0, "drain_seconds": 0}
         for name, lowest in least.items():
             value = getattr(self, name)
             require(value >= lowest, f"{name} {value}: set --{name} to {lowest} or more")
@@ -194,20 +193,9 @@ def require_work(run: str, cfg: ServeSettings) -> None:
     need = "the model that they belong to: python serve.py RUN"
     require(run or not cfg.adapters, f"--adapters needs {need}")
     require(run or not cfg.jobs, f"--jobs needs {need}")
-    if run:
-        require_one_process(run, cfg)
-
-
-def require_one_process(run: str, cfg: ServeSettings) -> None:
-    """UserError if several devices were to share the model, by --tp or under torchrun."""
-    n = max(cfg.tp, int(os.environ.get("ROLE_WORLD_SIZE", 1)))  # torchrun's number of ranks
-    if n == 1:
-        return
-    takes = f"{run} takes {2 * n_params(settings_of(find(run))) / 2**30:.1f} GiB in bf16"
-    if torch.cuda.is_available():
-        takes += f", and a GPU has {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
-    fix = "start one serve.py for each device, without --tp and torchrun (web/README.md)"
-    raise UserError(f"a model is served by one device, not {n} ({takes}): {fix}")
+    is_alone = os.environ.get("ROLE_WORLD_SIZE", "1") == "1"  # torchrun's number of ranks
+    fix = "start one serve.py for each device, without torchrun (web/README.md)"
+    require(is_alone, f"a model is served by one device: {fix}")
 
 
 def require_room(cfg: ServeSettings, model: MPTConfig, width: int, free: int) -> None:

@@ -22,15 +22,6 @@ PUBLISHED = {  # zero-shot, in the order of TABLE2
 }
 SCORINGS = {"foundry": "LLM Foundry", "acc": "lm-eval acc", "acc_norm": "lm-eval acc_norm"}
 
-EVERY_KIND = ["n", "contexts_cut", "requests"]
-CHOICE = [*EVERY_KIND, "majority", *SCORINGS, *(f"{scoring}_stderr" for scoring in SCORINGS)]
-FIGURES = {  # what the table prints of each kind of task
-    "multiple_choice": CHOICE,
-    "schema": CHOICE,
-    "language_modeling": [*EVERY_KIND, "acc", "acc_stderr", "perplexity"],
-    "text": [*EVERY_KIND, "nats_per_token", "nats_per_byte", "perplexity"],
-}
-
 
 # --------------------------------------------------------------------------------------------------
 # Figures of one task. scores: (context, continuation) -> (log-probability, greedy, tokens)
@@ -108,10 +99,7 @@ def best(values: list[float]) -> int:
 
 
 def accuracy(name: str, right: list[bool]) -> dict:
-    """The share of right answers and the standard error of this mean.
-
-    The variance has the divisor n - 1, as in lm-evaluation-harness.
-    """
+    """The share of right answers, and its standard error with the divisor n - 1, as in lm-eval."""
     n = len(right)
     p = sum(right) / n
     return {"n": n, name: p, f"{name}_stderr": math.sqrt(p * (1 - p) / max(1, n - 1))}
@@ -122,10 +110,7 @@ def accuracy(name: str, right: list[bool]) -> dict:
 
 
 def table(results: dict, name: str) -> str:
-    """Multiple choice and schema as a Markdown table like that of the posts; other kinds below.
-
-    results: {task: figures}. name: of the model.
-    """
+    """The Markdown table of {task: figures}, as in the posts, then a line for each other kind."""
     chosen = {task: r for task, r in results.items() if "foundry" in r}
     lines = choice_table(chosen, name) if chosen else []
     for task, r in results.items():

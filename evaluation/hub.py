@@ -64,10 +64,7 @@ POSSESSIVE = "my his her our their".split()
 
 
 def winograd(row: dict) -> dict:
-    """Winograd: whom does a pronoun mean? Each option takes the place of the pronoun.
-
-    It gets 's for a possessive pronoun, and a lower-case article inside a sentence.
-    """
+    """Winograd: whom does a pronoun mean? Each option takes the place of the pronoun."""
     text = row["text"].replace("  ", " ")
     start = row["pronoun_loc"]
     pronoun = row["pronoun"]
@@ -104,11 +101,6 @@ def lambada(row: dict) -> dict:
     return {"context": context, "continuation": word}
 
 
-def unchanged(row: dict) -> dict:
-    """lm-evaluation-harness words the row as LLM Foundry does."""
-    return row
-
-
 def without_passage(row: dict) -> dict:
     """lm-evaluation-harness's BoolQ."""
     return row | {"query": row["query"].removeprefix("Passage: ")}
@@ -123,7 +115,7 @@ class Source:
     split: str
     row: Callable  # an original row -> a row of our format
     delimiter: str = " "  # between question and answer
-    harness: Callable = unchanged  # a row of our format -> lm-evaluation-harness's wording
+    harness: Callable = lambda row: row  # a row of our format -> lm-evaluation-harness's wording
 
 
 ANSWER = "\nAnswer: "

@@ -2,8 +2,6 @@
 
 A file holds the settings, and the figures of all finished tasks. Results of other weights, another
 tokenizer or another precision are never mixed: the program refuses them.
-
-Run `python -m evaluation.results scores.json` to see which tasks a file holds.
 """
 
 import hashlib
@@ -11,45 +9,24 @@ import json
 from pathlib import Path
 
 import program
-from evaluation.figures import FIGURES
 from program import require
 from storage import files
 
 
 def finished(out: str, settings: dict) -> dict:
-    """The figures of the tasks in an earlier `out`: {task: figures}.
-
-    Raises UserError if it is not a file of results, or of other weights, precision or ids than
-    `settings`.
-    """
+    """{task: figures} of an earlier `out`. UserError if weights, precision or ids are others."""
     if not (out and Path(out).exists()):
         return {}
     fix = "choose another --out"
     earlier = files.read_json(out, dict, {"settings": dict, "tasks": dict}, fix)
     fixed = {key: earlier["settings"].get(key) for key in ("weights", "precision", "ids")}
-    results = earlier["tasks"]
-    complete = None not in fixed.values() and all(has_figures(r) for r in results.values())
-    require(complete, f"{out} holds no results of `python -m evaluation`: {fix}")
+    require(None not in fixed.values(), f"{out} holds no results of `python -m evaluation`: {fix}")
     for key, value in fixed.items():
         require(
             value == settings[key],
             f"{out} holds results with {key} {program.one_line(value)}, not {settings[key]}: {fix}",
         )
-    return results
-
-
-def has_figures(result) -> bool:
-    """Whether a result in a file has all figures that the table prints.
-
-    A result without a digest passes: it is computed again, and not printed.
-    """
-    if not isinstance(result, dict):
-        return False
-    if "digest" not in result:
-        return True
-    kind = result.get("kind")
-    names = FIGURES.get(kind) if isinstance(kind, str) else None
-    return names is not None and all(files.has_type(result.get(name), float) for name in names)
+    return earlier["tasks"]
 
 
 def save(out: str, settings: dict, results: dict) -> None:
@@ -64,17 +41,3 @@ def fingerprint(model) -> str:
     for param in model.parameters():
         heads.append(param.detach().flatten()[:16].float().cpu().numpy().tobytes())
     return hashlib.sha256(b"".join(heads)).hexdigest()[:16]
-
-
-def main(argv) -> None:
-    """Print the model and the tasks of a file of results."""
-    (path,) = program.arguments(argv, "FILE.json")
-    content = files.read_json(path, dict, {"settings": dict, "tasks": dict})
-    print(f"{path}: {files.shown(content['settings'].get('model'))}")
-    for name, result in content["tasks"].items():
-        digest = result.get("digest") if isinstance(result, dict) else None
-        print(f"  {name}: digest {files.shown(digest)}")
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -21,7 +21,6 @@ Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task fr
 the validation split of a folder that data.py made): which of four continuations is the real one?
 """
 
-import difflib
 import hashlib
 import json
 import random
@@ -88,12 +87,9 @@ class Task:
 def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Task]:
     """The tasks that `names` lists, with commas between.
 
-    A name is one of SOURCES, a file, or `all` for the seven of Table 2. data: a folder of
-    NAME.jsonl, searched before the Hub. shots: examples above each question. limit: keep only
-    this many items (0: all). delimiter: between question and answer (empty: the task's own).
-
-    Raises UserError if a task is unknown, cannot be read or has a wrong line, and for shots or a
-    delimiter where there are no questions.
+    A name is one of SOURCES, a file, or `all` for the seven of Table 2. The other arguments are
+    those of zero_shot.EvalConfig. Raises UserError if a task is unknown, cannot be read or has a
+    wrong line, and for shots or a delimiter where there are no questions.
     """
     wanted = []
     for name in names.split(","):
@@ -118,10 +114,13 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
         text = corpus.read_text(path)
         require(text.strip(), f"{path} is empty")
         return Task(name, "text", [], [], text)
-    if not path:
+    if path:
+        rows = read_jsonl(path)
+    else:
         require_known(name)
-
-    rows = read_jsonl(path) if path else read_hub(name)
+        rows = hub.read(name)
+        for number, row in enumerate(rows):
+            check(row, f"{SOURCES[name].path}, item {number}")
     if not delimiter:
         delimiter = SOURCES[name].delimiter if name in SOURCES else " "
     items = [worded(row, delimiter) for row in rows]
@@ -138,11 +137,9 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
 
 def require_known(name: str) -> None:
     """UserError with a hint unless the Hub has a task of this name."""
-    nearest = difflib.get_close_matches(name, [*SOURCES, "all"], n=1)
-    if nearest:
-        hint = f"did you mean {nearest[0]!r}?"
-    else:
-        hint = f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
+    nearest = config.nearest(name, [*SOURCES, "all"])
+    choices = f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
+    hint = f"did you mean {nearest!r}?" if nearest else choices
     require(name in SOURCES, f"unknown task {name!r}, {hint}")
 
 
@@ -162,14 +159,6 @@ def local_file(name: str, data: str) -> Path | None:
         if path.is_file():
             return path
     return None
-
-
-def read_hub(name: str) -> list[dict]:
-    """The rows of a task from the Hub, checked."""
-    rows = hub.read(name)
-    for number, row in enumerate(rows):
-        check(row, f"{SOURCES[name].path}, item {number}")
-    return rows
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -252,10 +241,7 @@ def worded(row: dict, delimiter: str, strip: bool = True) -> Item:
 
 
 def with_shots(items: list[Item], shots: int, separator: str, seed: int) -> list[Item]:
-    """Each item below `shots` others with their answers.
-
-    The choice depends on the seed and the item's number. An item is never its own example.
-    """
+    """Each item below `shots` others with their answers, drawn by seed and number of the item."""
     if shots == 0:
         return items
     examples = list(dict.fromkeys(item.example for item in items))
@@ -292,56 +278,39 @@ class MakeConfig:
     context: int = 256  # characters before the position
     length: int = 64  # characters of a continuation, at most
 
-    def check(self) -> None:
-        """Raise UserError for values out of range."""
-        for name, least in {"n": 1, "choices": 2, "context": 0, "length": 1}.items():
-            value = getattr(self, name)
-            require(value >= least, f"{name} must be at least {least}, not {value}")
 
-
-def continuations(
-    text: str, n: int, seed: int = 0, choices: int = 4, context: int = 256, length: int = 64
-) -> list[dict]:
-    """n rows of multiple choice: `context` characters of a text, and what comes next.
+def continuations(text: str, cfg: MakeConfig) -> list[dict]:
+    """Rows of multiple choice: some characters of a text, and what comes next.
 
     One choice is what really comes next; the others are from elsewhere in the text. All begin
     after a single space, so that only the meaning distinguishes them. Raises UserError if the text
     is too short.
     """
     spaces = [match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text)]
-    positions = [space for space in spaces if context <= space < len(text) - length]
-    pieces = {text[position : position + length].strip() for position in positions}
+    positions = [space for space in spaces if cfg.context <= space < len(text) - cfg.length]
+    pieces = {text[position : position + cfg.length].strip() for position in positions}
     require(
-        len(pieces) >= choices,
-        f"the text has {len(text)} characters: too few for {choices} different choices",
+        len(pieces) >= cfg.choices,
+        f"the text has {len(text)} characters: too few for {cfg.choices} different choices",
     )
 
-    draw = random.Random(seed)
+    draw = random.Random(cfg.seed)
     rows = []
-    for _ in range(n):
+    for _ in range(cfg.n):
         position_of = {}  # of each choice; the first one is the real one
-        while len(position_of) < choices:
+        while len(position_of) < cfg.choices:
             position = positions[int(draw.random() * len(positions))]
-            piece = text[position : position + length].strip()
+            piece = text[position : position + cfg.length].strip()
             position_of.setdefault(piece, position)
-        real = next(iter(position_of))
-        position = position_of[real]
+        real, position = next(iter(position_of.items()))
         shuffled = sorted(position_of, key=lambda _: draw.random())
-        rows.append(
-            {
-                "query": text[position - context : position],
-                "choices": shuffled,
-                "gold": shuffled.index(real),
-            }
-        )
+        query = text[position - cfg.context : position]
+        rows.append({"query": query, "choices": shuffled, "gold": shuffled.index(real)})
     return rows
 
 
 def text_of(source: str) -> str:
-    """The text of a file of documents, or of the validation split of a prepared data set.
-
-    Empty if there is neither.
-    """
+    """The text of a file, or of the validation split of a prepared data set; else empty."""
     description = Path(source, "dataset.json")
     if description.is_file():
         name = files.read_json(description, dict, {"tokenizer": str})["tokenizer"]
@@ -363,7 +332,7 @@ def main(argv: list[str]) -> None:
         text.strip(),
         f"no text in {source!r}: give a file of text or a folder that data.py prepared",
     )
-    rows = continuations(text, cfg.n, cfg.seed, cfg.choices, cfg.context, cfg.length)
+    rows = continuations(text, cfg)
     content = "".join(json.dumps(row) + "\n" for row in rows)
     files.write_atomically(Path(out), content.encode())
     first = rows[0]["query"][-50:]

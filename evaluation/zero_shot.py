@@ -53,15 +53,6 @@ class EvalConfig:
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own)
     out: str = ""  # JSON file for all figures
 
-    def check(self) -> None:
-        """Raise UserError for values out of range."""
-        for name in ("shots", "limit"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} must be 0 or more, not {value}")
-        for name in ("batch_tokens", "tp"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} must be at least 1, not {value}")
-
 
 # --------------------------------------------------------------------------------------------------
 # Evaluating any model, also in the middle of training
@@ -126,10 +117,7 @@ def prepare(m: MPTConfig, cfg: TrainConfig, file: Path):
 
 
 def pairs_of(task, tokenizer, max_seq_len: int) -> list[tuple]:
-    """The (context, continuation) pairs of a task, each once.
-
-    They are strings, or for a text's windows tuples of ids.
-    """
+    """The (context, continuation) pairs of a task, each once. Those of a text are tuples of ids."""
     if task.kind == "text":
         ids = [int(i) for i in tokenizer.encode(task.text)]
         return windows(ids, tokenizer.eot, max_seq_len)

@@ -213,7 +213,7 @@ def make_data_and_task() -> None:
     """Make the data set and the task, unless they are there."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     folder = prepare(Cell(BUDGETS[0], WIDTHS[0]).train)
-    rows = tasks.continuations(tasks.text_of(str(folder)), **QUESTIONS)
+    rows = tasks.continuations(tasks.text_of(str(folder)), tasks.MakeConfig(**QUESTIONS))
     content = "".join(json.dumps(row) + "\n" for row in rows)
     files.write_atomically(TASK, content.encode())
 

@@ -81,13 +81,11 @@ class Skips:
         parts = [part.strip() for text in texts for part in text.split(",")]
         self.text = ",".join(dict.fromkeys(filter(None, parts)))
         self.ranges = disjoint(step_ranges(self.text))
-        end = longer = cfg.max_steps
-        for r in reversed(self.ranges):
-            end = r.start if end - 1 in r else end
+        longer = cfg.max_steps
         for r in self.ranges:
             longer = r.stop + 1 if longer - 1 in r else longer
-        possible = end if end > cfg.warmup_steps else longer
-        require(end == cfg.max_steps, f"skip_steps skips the last step: set --max_steps={possible}")
+        is_taken = longer == cfg.max_steps
+        require(is_taken, f"skip_steps skips the last step: set --max_steps={longer}")
 
     def steps(self, first: int, end: int):
         """The steps from `first` to end - 1 that are not skipped, in order."""

@@ -25,6 +25,13 @@ from program import UserError, require
 from storage import files
 
 BEAT = 10  # seconds between two heartbeats
+FIELDS = {"host": str, "pid": int, "job": (str, type(None)), "beat": int}  # of an owner
+
+
+def this_process() -> dict:
+    """What this process writes into a lease, before its first heartbeat."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return {"host": platform.node(), "pid": os.getpid(), "job": job, "beat": 0}
 
 
 class Lease:
@@ -40,12 +47,7 @@ class Lease:
     def __init__(self, run_dir: str):
         self.run_dir = run_dir
         self.path = Path(run_dir) / "lease.json"
-        self.me = {
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "job": os.environ.get("SLURM_JOB_ID"),
-            "beat": 0,
-        }
+        self.me = this_process()
         self.lost = ""
         self.mirror = None
         self.released = threading.Event()
@@ -138,9 +140,8 @@ class Lease:
 
 def read_lease(path: Path) -> dict | None:
     """The owner of a folder: host, pid, job, beat. None if it has none or the file is damaged."""
-    fields = {"host": str, "pid": int, "job": (str, type(None)), "beat": int}
     try:
-        return files.read_json(path, dict, fields)
+        return files.read_json(path, dict, FIELDS)
     except (FileNotFoundError, UserError):  # never taken; released, or damaged by a power failure
         return None
 

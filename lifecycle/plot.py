@@ -151,9 +151,8 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
     steps, values = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     kept = (steps > after) & (np.abs(values) < 3.5e38)
     steps, values = steps[kept], values[kept]
-    if np.any(np.diff(steps) < 0):
-        order = np.argsort(steps, kind="stable")
-        steps, values = steps[order], values[order]
+    order = np.argsort(steps, kind="stable")
+    steps, values = steps[order], values[order]
     n = min(n_points, len(steps))
     if n == 0:
         return [], [], [], []
@@ -256,21 +255,18 @@ def as_picture(runs: list[Run], path: Path, what: str = "loss", x: str = "tokens
         return False
     panels = PANELS if what == "all" else [[what]]
     large = panels[0][0]
-
-    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a folder's name is a $
-        entries = legend_entries(runs, validation=large == "loss")
-        longest_label = max(len(entry["label"]) for entry in entries)
-        columns = max(1, min(3, 90 // longest_label))
-        legend_rows = math.ceil(len(entries) / columns)
-        inches = 4.3 + 1.7 * (len(panels) - 1) + 0.2 * legend_rows
-
+    # A $ in a folder's name is a $.
+    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):
+        inches = 4.3 + 1.7 * (len(panels) - 1) + 0.2 * len(runs)
         figure = Figure(figsize=(8, inches), layout="constrained")
         heights = [2.6, 1, 1][: len(panels)]
-        for key, axes in figure.subplot_mosaic(panels, height_ratios=heights).items():
-            draw(axes, runs, key, x, small=key != large)
-        lines = [matplotlib.lines.Line2D([], [], **entry) for entry in entries]
-        place = {"loc": "outside lower center", "ncols": columns}
-        figure.legend(handles=lines, fontsize="small", frameon=False, **place)
+        all_axes = figure.subplot_mosaic(panels, height_ratios=heights)
+        for key, axes in all_axes.items():
+            draw(axes, runs, key, x)
+            draw_restarts(axes, runs, x, with_labels=key == large)
+        lines, labels = all_axes[large].get_legend_handles_labels()
+        entries = dict(zip(labels, lines, strict=True))  # one for all validations
+        figure.legend(entries.values(), entries, loc="outside lower center", frameon=False)
 
         picture = io.BytesIO()
         figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
@@ -279,52 +275,40 @@ def as_picture(runs: list[Run], path: Path, what: str = "loss", x: str = "tokens
     return True
 
 
-def legend_entries(runs: list[Run], validation: bool) -> list[dict]:
-    """Arguments of a Line2D for each run, then for validations and for restarts."""
-    entries = []
+def draw(axes, runs: list[Run], what: str, x: str) -> None:
+    """Draw the curves and axes of one panel: ten colours, then dashed; earlier runs are wider."""
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
+    is_known = False
     for number, run in enumerate(runs):
-        entries.append(style(number, len(runs)) | {"label": run.folder[-100:]})
-    if validation and any(run.vals for run in runs):
-        marks = {"linestyle": "--", "marker": "o", "markersize": 5}
-        entries.append({"color": "grey", **marks, "label": "validation"})
-    if any(run.restarts for run in runs):
-        entries.append({"color": "grey", "linestyle": ":", "label": "restart"})
-    return entries
-
-
-def style(number: int, n_runs: int) -> dict:
-    """The style of run `number`: ten colours, then the same ones dashed; earlier runs are wider."""
-    widest = 3 if n_runs <= 4 else 1.5
-    wider = widest * (n_runs - 1 - number) / max(n_runs - 1, 1)
-    return {
-        "color": f"C{number % 10}",
-        "linestyle": ["-", "--", "-.", ":"][number // 10 % 4],
-        "linewidth": 1 + wider,
-    }
-
-
-def draw(axes, runs: list[Run], what: str, x: str, small: bool) -> None:
-    """Draw one panel: curves, restarts, axes."""
-    drawn = [curves(run, what, x) for run in runs]
-    for number, (train, val) in enumerate(drawn):
-        look = style(number, len(runs))
-        if train:
-            marker = "o" if len(train) == 1 else None
-            axes.plot(*zip(*train, strict=True), **look, marker=marker)
+        train, val = curves(run, what, x)
+        is_known = is_known or bool(train or val)
+        color, style = f"C{number % 10}", "-" if number < 10 else "--"
+        wider = 2 * (len(runs) - 1 - number) / len(runs)
+        marker = "o" if len(train) == 1 else None
+        look = {"linestyle": style, "linewidth": 1 + wider, "marker": marker}
+        axes.plot(*unzipped(train), color=color, label=run.folder[-100:], **look)
         if val:
-            marker_size = 4 + look["linewidth"]
-            dots = {"color": look["color"], "linewidth": 1, "markersize": marker_size}
-            axes.plot(*zip(*val, strict=True), "o--", **dots)
-    if not any(train or val for train, val in drawn):
+            axes.plot(*unzipped(val), "o--", color=color, linewidth=1, label="validation")
+    if not is_known:
         center = {"transform": axes.transAxes, "ha": "center", "va": "center"}
         axes.text(0.5, 0.5, "not known", color="grey", **center)
+    axes.set_xlabel(X[x])
+    axes.set_ylabel(WHAT[what][0])
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    formats = {"mfu": PercentFormatter(1), "tokens_per_second": EngFormatter(sep="")}
+    if what in formats:
+        axes.yaxis.set_major_formatter(formats[what])
+    axes.grid(alpha=0.3)
 
-    draw_restarts(axes, runs, x, small)
-    label_axes(axes, what, x, small)
+
+def unzipped(curve: list[tuple]) -> tuple[list, list]:
+    """[(x, value), ...] -> all x, all values."""
+    return [x for x, _ in curve], [value for _, value in curve]
 
 
-def draw_restarts(axes, runs: list[Run], x: str, small: bool) -> None:
-    """A dotted line for each restart; in a large panel with its label, where there is room."""
+def draw_restarts(axes, runs: list[Run], x: str, with_labels: bool) -> None:
+    """A dotted line for each restart, with its label where there is room."""
     restarts = sorted(
         (restart[x], restart["label"], f"C{number % 10}")
         for number, run in enumerate(runs)
@@ -334,28 +318,12 @@ def draw_restarts(axes, runs: list[Run], x: str, small: bool) -> None:
     font = {"rotation": 90, "fontsize": 7, "ha": "center", "va": "bottom"}
     next_free = -math.inf  # where the next label has room
     for position, label, color in restarts:
-        axes.axvline(position, color=color, linestyle=":", linewidth=1, alpha=0.5 if small else 0.8)
-        if not small and position >= next_free:
+        axes.axvline(position, color=color, linestyle=":", linewidth=1, label="restart")
+        if with_labels and position >= next_free:
             above = {"xytext": (0, 3), "textcoords": "offset points"}
             top = {"xy": (position, 1), "xycoords": axes.get_xaxis_transform()}
             axes.annotate(label, **top, **above, **font, color=color)
             next_free = position + 0.02 * (right - left)
-
-
-def label_axes(axes, what: str, x: str, small: bool) -> None:
-    """Titles, numbers and grid of a panel. Small panels have no title of the x axis."""
-    from matplotlib.ticker import EngFormatter, PercentFormatter
-
-    size = "small" if small else "medium"
-    title, _ = WHAT[what]
-    axes.set_xlabel("" if small else X[x])
-    axes.set_ylabel(title, fontsize=size)
-    axes.tick_params(labelsize=size)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    formats = {"mfu": PercentFormatter(1), "tokens_per_second": EngFormatter(sep="")}
-    if what in formats:
-        axes.yaxis.set_major_formatter(formats[what])
-    axes.grid(alpha=0.3)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -378,7 +346,7 @@ def difference(a: list[dict], b: list[dict], key: str = "loss") -> Difference:
     a_values, b_values = dict(points(a, "step", key)), dict(points(b, "step", key))
     compared = sorted(a_values.keys() & b_values.keys())
     differences = {step: abs(b_values[step] - a_values[step]) for step in compared}
-    if not compared:
+    if not differences:
         return Difference(math.nan, "-", math.nan, 0, len(common))
     step = max(differences, key=differences.get)
     mean = math.fsum(differences.values()) / len(compared)

@@ -82,14 +82,7 @@ class RemoteLease:
 
     def __init__(self, store, token: str):
         self.store, self.token = store, token
-        self.me = {
-            "token": token,
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "job": os.environ.get("SLURM_JOB_ID"),
-            "beat": 0,
-            "released": False,
-        }
+        self.me = leases.this_process() | {"token": token, "released": False}
         self.generation = 0
         self.lost = ""
 
@@ -166,9 +159,9 @@ def was_renewed(before: tuple[int, dict | None], now: tuple[int, dict | None]) -
 
 def read_owner(content: bytes) -> dict | None:
     """Who took a generation of the lease; None if the object is damaged."""
-    fields = {"token": str, "host": str, "pid": int, "job": (str, type(None)), "beat": int}
+    fields = leases.FIELDS | {"token": str, "released": bool}
     try:
-        return files.parse_json(content, "lease", dict, fields | {"released": bool})
+        return files.parse_json(content, "lease", dict, fields)
     except UserError:
         return None
 
@@ -180,21 +173,14 @@ def identity(cfg: TrainConfig) -> dict:
     """
     me = {"remote": cfg.remote, "host": platform.node(), "folder": os.path.realpath(cfg.run_dir)}
     fresh = {"token": secrets.token_hex(16), "run": secrets.token_hex(16)}
-    try:
+    with contextlib.suppress(OSError, UserError):
         path = Path(cfg.run_dir) / "remote.json"
         before = files.read_json(path, dict, {"remote": str, "token": str, "run": str})
-    except (OSError, UserError):
-        return me | fresh
-    if before["remote"] != cfg.remote:
-        return me | fresh
-    if before | me != before:  # a copy of the folder, on another machine
-        return me | fresh | {"run": before["run"]}
-    return before
-
-
-def write_identity(cfg: TrainConfig, mine: dict) -> None:
-    """Write remote.json."""
-    files.write_atomically(Path(cfg.run_dir) / "remote.json", json.dumps(mine).encode())
+        if before | me == before:
+            return before
+        if before["remote"] == cfg.remote:  # a copy of the folder, on another machine
+            return me | fresh | {"run": before["run"]}
+    return me | fresh
 
 
 # --------------------------------------------------------------------------------------------------
@@ -219,7 +205,6 @@ class Mirror:
         self.closing = threading.Event()
         self.is_down = False  # and the run has said so
         self.record_lock = threading.Lock()
-        self.withdraw_lock = threading.Lock()
         self.record_copied = {}  # file -> its size and time when it was copied
 
     def take_lease(self) -> None:
@@ -233,7 +218,8 @@ class Mirror:
             there == mine["run"] or not latest(self.folder),
             f"{self.store.url} holds another run than {self.folder}: set another --remote",
         )
-        write_identity(self.cfg, mine | {"run": there})
+        content = json.dumps(mine | {"run": there}).encode()
+        files.write_atomically(self.folder / "remote.json", content)
 
     def release_lease(self) -> None:
         """Let another machine start without waiting."""
@@ -390,24 +376,13 @@ class Mirror:
     def watch(self, checkpointer, first_step: int) -> None:
         """From now on copy what this checkpointer saves. first_step: where the run began."""
         self.checkpointer, self.first_step = checkpointer, first_step
-        if self.lease:
-            threading.Thread(target=self.keep_withdrawing, daemon=True).start()
-
-    def keep_withdrawing(self) -> None:
-        """In a thread: `withdraw_newer`, across the failures of the store."""
-        while self.first_step is not None and not self.closing.is_set():
-            with self.said_once():
-                self.withdraw_newer()
-                return
-            self.closing.wait(PAUSE)
 
     def withdraw_newer(self) -> None:
         """Unpublish the checkpoints after the step at which this run began, once."""
-        with self.withdraw_lock:
-            if self.first_step is not None:
-                self.require_lease()
-                remote_checkpoints.withdraw_newer(self.store, self.first_step)
-                self.first_step = None
+        if self.first_step is not None:
+            self.require_lease()
+            remote_checkpoints.withdraw_newer(self.store, self.first_step)
+            self.first_step = None
 
     def require_lease(self) -> None:
         """Ask the store who owns it. UserError if that is another run."""

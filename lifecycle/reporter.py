@@ -213,7 +213,6 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         planned_time(model_cfg, cfg, world, precision, peak, start.step),
         checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
-        *batch_warning(cfg, world, dataset),
         *team_warning(cfg, world),
         *stage_warnings(cfg, world, n_microbatches),
         next_line(model_cfg, cfg, dataset, start),
@@ -222,18 +221,14 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
 
 
 def next_line(model_cfg: MPTConfig, cfg: TrainConfig, dataset, start) -> str:
-    """What comes before the first step, and how long its evaluation takes."""
+    """What comes before the first step."""
     draws = start.seed_to_draw(cfg) is not None
     words = "initializing the weights" if draws else "reading the weights"
     if start.step > 0:
         return words
     eval_tokens = cfg.eval_tokens // len(dataset.parts)
     n_windows = sum(data.n_evaluated(part.val, eval_tokens) for part in dataset.parts)
-    n_steps = math.ceil(n_windows / cfg.global_batch_size / 3)  # a forward is a third of a step
-    return (
-        f"{words}, then a first evaluation of {n_windows * model_cfg.max_seq_len:,} tokens, which "
-        f"takes about as long as {n_steps:,} step{'s' * (n_steps > 1)}"
-    )
+    return f"{words}, then a first evaluation of {n_windows * model_cfg.max_seq_len:,} tokens"
 
 
 def planned_time(
@@ -327,22 +322,6 @@ def describe_adapters(cfg: TrainConfig, n_trained: int, n_params: int) -> list[s
 # Notes and warnings: none, or a line or two
 
 
-def batch_warning(cfg: TrainConfig, world, dataset) -> list[str]:
-    """If the data has fewer windows than a batch, a step reads some repeatedly."""
-    lines = []
-    for name, share, _, train, _ in dataset.parts:
-        n_windows, rows = len(train), share * cfg.global_batch_size
-        if rows <= n_windows:
-            continue
-        batch = int(n_windows / share)
-        fitting = batch - batch % world.dp_size
-        fix = f"lower --global_batch_size to {fitting}, or use" if fitting else "use"
-        what = f"all {n_windows:,} windows" if n_windows > 1 else "the only window"
-        what += f" of {name}" * bool(name)
-        lines.append(f"WARNING: a step reads {what} {rows / n_windows:.3g} times: {fix} more text")
-    return lines
-
-
 def team_warning(cfg: TrainConfig, world) -> list[str]:
     """If some tensor ranks of a team are on another node than the others."""
     if world.local_size % cfg.tp == 0:
@@ -391,13 +370,7 @@ def rate_note(cfg: TrainConfig, start) -> list[str]:
 
     changed = ", ".join(resume.differing(optim.RATE_SETTINGS, saved, ours))
     jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
-    line = f"note: the checkpoint has {changed}: {jump}"
-    if start.step < there.max_steps:
-        return [line]
-    flags = f"--schedule=constant --warmup_steps=0 --lr={last:.2e}"
-    if cfg.decoupled_weight_decay:  # of which a step uses the share lr_t / lr
-        flags += f" --decoupled_weight_decay={cfg.decoupled_weight_decay * last / there.lr:.3g}"
-    return [f"{line}; to stay at {last:.2e}: {flags}"]
+    return [f"note: the checkpoint has {changed}: {jump}"]
 
 
 def parameter_warning(model_cfg: MPTConfig) -> list[str]:

@@ -251,6 +251,8 @@ def check_same(
         f"{path} was {fingerprint}, not trained here: begin with {base} and another --run_dir",
     )
 
+    for settings in (saved, ours):
+        settings["lora_targets"] = config.layers_named(settings["lora_targets"])
     both = saved["lora_rank"] and ours["lora_rank"]
     differences = differing(SAME_ADAPTERS if both else ["lora_rank"], saved, ours)
     require(
@@ -306,17 +308,15 @@ def function_settings(cfg: MPTConfig) -> dict:
 
     Settings that have no effect here are left out, such as rope_theta without rope.
     """
-    values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
-    values["learned_pos_emb"] = cfg.learned_positions
-    values["kv_n_heads"] = cfg.n_kv_heads
-    values["attn_impl"] = attention.function_of(cfg.attn_impl)
-    values["norm_type"] = norm_of(cfg.norm_type)
+    values = comparable(asdict(cfg))
+    values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
     has_effect = {
+        "attn_uses_sequence_id": False,
         "alibi_bias_max": cfg.alibi,
         "rope_theta": cfg.rope,
         "max_seq_len": cfg.learned_positions,
     }
-    return {name: value for name, value in values.items() if has_effect.get(name, True)}
+    return {name: values[name] for name in SAME_MODEL if has_effect.get(name, True)}
 
 
 def comparable(settings: dict) -> dict:
@@ -325,9 +325,7 @@ def comparable(settings: dict) -> dict:
     A run may be resumed with another attention kernel, or with its norms in another precision.
     """
     attn_impl = attention.function_of(settings["attn_impl"])
-    norm_type = norm_of(settings["norm_type"])
-    layers = TrainConfig(lora_targets=settings["lora_targets"]).adapted_layers
-    return settings | {"attn_impl": attn_impl, "norm_type": norm_type, "lora_targets": layers}
+    return settings | {"attn_impl": attn_impl, "norm_type": norm_of(settings["norm_type"])}
 
 
 def norm_of(norm_type: str) -> str:

@@ -166,16 +166,6 @@ class Record:
         files.write_atomically(path, json.dumps(asdict(self)).encode())
 
 
-def read_record(path: Path) -> Record:
-    """The record in a file, or a new one. UserError if it is damaged."""
-    if not path.exists():
-        return Record()
-    fields = {"id": str, "step": int, "has_settings": bool, "is_open": bool}
-    fix = "delete it, and a new curve begins"
-    found = files.read_json(path, dict, fields, fix)
-    return Record(**{name: found[name] for name in fields})
-
-
 # -------------------------------------------------------------------------------------------------
 # The trackers. Each corrects record.step if it knows better. `send` takes [(step, numbers), ...];
 # after `lag` seconds they have arrived, whatever is killed. `where`: how a person finds the curve.
@@ -350,8 +340,6 @@ class Feeder:
 
     def feed(self, ended: threading.Event) -> None:
         """Send what is there, and what comes until `ended`."""
-        for leftover in self.path.parent.glob(f"{self.path.name}.*.tmp"):
-            leftover.unlink()
         while not ended.is_set():
             self.try_once(self.send)
             ended.wait(RETRY if self.failing else POLL)
@@ -372,7 +360,10 @@ class Feeder:
         return f"metrics.jsonl keeps it; {command} --track={self.name} sends what is missing"
 
     def connect(self) -> None:
-        self.record = record = read_record(self.path)
+        record, fix = Record(), "delete it, and a new curve begins"
+        if self.path.exists():
+            record = Record(**files.read_json(self.path, fix=fix))
+        self.record = record
         settings = files.read_json(self.run / "config.json")
         try:
             self.tracker = KINDS[self.name](self.run, record, settings)
@@ -466,21 +457,19 @@ def main(argv) -> None:
         with contextlib.suppress(OSError):
             os.write(standard_error, f"{without_secrets(line)}\n".encode())
 
-    names = names_of(cfg.track)
-    feeders = [Feeder(run_dir, name, say) for name in names]
+    feeders = [Feeder(run_dir, name, say) for name in names_of(cfg.track)]
     ended = threading.Event()
     if cfg.follow:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # those of SLURM are meant for the run
             signal.signal(number, signal.SIG_IGN)
-        thread = threading.Thread(target=end_with, args=(standard_input, ended, feeders[0]))
-        thread.daemon = True
-        thread.start()
+        ending = (standard_input, ended, feeders[0])
+        threading.Thread(target=end_with, args=ending, daemon=True).start()
     else:
         ended.set()
     with contextlib.ExitStack() as locks:
-        for name in names:
-            state = f"{run_dir} is sent to {name}"
-            locks.enter_context(files.locked(folder / f"{name}.lock", state))
+        for feeder in feeders:
+            state = f"{run_dir} is sent to {feeder.name}"
+            locks.enter_context(files.locked(folder / f"{feeder.name}.lock", state))
         program.silence()  # what libraries print
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for feeder in feeders:

@@ -164,13 +164,6 @@ class AdapterBank:
             layer.bank = self
         decoder.bank = self
 
-        self.is_cuda = self.device.type == "cuda"
-        if self.is_cuda:
-            # The thread prepares an adapter in page-locked memory, and copies it in a stream of its
-            # own, beside the kernels of the decoder.
-            self.staging = torch.empty(n_columns, dtype=self.slots.dtype, pin_memory=True)
-            self.stream = torch.cuda.Stream(self.device)
-
     # ----------------------------------------------------------------------------------------------
     # Which adapters have slots
 
@@ -187,9 +180,7 @@ class AdapterBank:
         resident = self.residents[adapter]
         resident.users += 1
         if resident.loading is None or (resident.loading.done() and resident.loading.exception()):
-            stream = torch.cuda.current_stream(self.device) if self.is_cuda else None
-            last_step = stream.record_event() if stream else None
-            resident.loading = self.loader.submit(self.load, adapter, resident.slot, last_step)
+            resident.loading = self.loader.submit(self.load, adapter, resident.slot)
             self.n_loads += 1
             resident.version = self.n_loads
 
@@ -265,15 +256,14 @@ class AdapterBank:
     # Loading
 
     @torch.inference_mode()  # the bank may have been made in it
-    def load(self, adapter: str, slot: int, last_step=None) -> None:
+    def load(self, adapter: str, slot: int) -> None:
         """Fill a slot from a file. The thread runs this.
 
-        last_step: an event on a GPU, after the steps that may still read what the slot holds.
+        On a GPU the copy queues behind the steps that may still read what the slot holds.
         """
         found = self.read(adapter)
         self.check(adapter, found)
-        row = self.staging if self.is_cuda else self.slots[slot]
-        row.zero_()
+        row = torch.zeros(self.slots.shape[1], dtype=self.slots.dtype)
         for name in layers_of(found):
             A = found.tensors[f"{name}.lora_A"]  # (r, in)
             B = found.tensors[f"{name}.lora_B"]  # (out, r)
@@ -283,11 +273,7 @@ class AdapterBank:
             factors[:, : place.in_features].copy_(A)
             factors[:, place.in_features :].copy_(B.T.to(wide) * found.scale)
         checkpoint.require_finite(f"{adapter}, in {row.dtype},", row)
-        if self.is_cuda:
-            with torch.cuda.stream(self.stream):
-                self.stream.wait_event(last_step)
-                self.slots[slot].copy_(row, non_blocking=True)
-            self.stream.synchronize()
+        self.slots[slot].copy_(row)
 
     def check(self, adapter: str, found: Adapter) -> None:
         """UserError unless an adapter fits this model and this bank."""
@@ -341,18 +327,13 @@ def bank_for(decoder: Decoder, paths: list[str], n_slots: int, base: str) -> Ada
     twice = f"{base} has adapters already; --adapter needs their base"
     require(not has_its_own, f"{twice}: give that, or merge it first")
     has_runs = any(load.is_run(Path(path)) for path in paths)
-    fingerprint = load.fingerprint_of(Path(base)) if has_runs and Path(base).exists() else ""
+    fingerprint = load.fingerprint_of(found) if has_runs and found.exists() else ""
     read = functools.partial(read_adapter, base=base, base_fingerprint=fingerprint)
     adapters = {path: read(path) for path in paths}
     names = [name for adapter in adapters.values() for name in layers_of(adapter)]
     layers = {name.rpartition(".")[2] for name in names}
     rank = max(adapter.rank for adapter in adapters.values())
-
-    def take_or_read(path: str) -> Adapter:
-        """What was read here is loaded once; an adapter that has lost its slot is read again."""
-        return adapters.pop(path, None) or read(path)
-
-    bank = AdapterBank(decoder, n_slots, rank, layers, take_or_read)
+    bank = AdapterBank(decoder, n_slots, rank, layers, read)
     for path, adapter in adapters.items():
         bank.check(path, adapter)
     return bank

@@ -172,19 +172,18 @@ class Catalog:
         require(is_name, f"a model needs a printable name of 1 to {LONGEST_NAME} characters")
         require(name != self.base, f"{name!r} is the base: give the adapter another name")
         require(self.folder, "no folder of adapters is served: name one when the server starts")
+        source = None
         try:
             place = self.folder / path
-            above = f"{path!r} has a '..': give a path inside the folder of adapters"
-            require(".." not in place.parts, above)
             self.require_inside(place)
-            source = source_of(place)
-        except (ValueError, OSError, RuntimeError) as error:  # such as a link to itself
-            if isinstance(error, UserError):
-                raise
-            problem = f"no adapter in {path[:LONGEST_NAME]!r}: it is no path"
-            raise UserError(f"{problem} ({type(error).__name__})") from error
-        require(source, f"no adapter in {path!r}: expected a PEFT folder or a run")
-        model = self.new_version(name, source, stamp_of(source))
+            source = source_of(place) if ".." not in place.parts else None
+        except UserError:
+            raise
+        except (ValueError, OSError, RuntimeError):  # what is no path, or a link to itself
+            pass
+        none = f"no adapter in {path[:LONGEST_NAME]!r}: expected a PEFT folder or a run"
+        require(source, none)
+        model = Model(name, source, next(self.versions), stamp_of(source))
         fault = self.fault_of(model)
         require(not fault, fault)
         with self.lock:
@@ -208,9 +207,6 @@ class Catalog:
             is_inside = place.resolve().is_relative_to(self.folder)
             problem = f"{self.public(str(path))} is not inside the folder of adapters"
             require(is_inside, f"{problem}: copy it there")
-
-    def new_version(self, name: str, path: str, stamp: tuple, fault: str | None = None) -> Model:
-        return Model(name, path, next(self.versions), stamp, fault)
 
     def put(self, model: Model) -> None:
         """Give a name a new version. Texts may still wait for the last ones before."""
@@ -258,26 +254,20 @@ class Catalog:
 
         Reads no weights. A name that `load` gave to an adapter elsewhere stays as it is.
         """
-        with self.scanning:
-            self.scan_alone()
-
-    def scan_alone(self) -> None:
-        """`scan`, by one thread at a time."""
-        with os.scandir(self.folder) as entries:
+        with self.scanning, os.scandir(self.folder) as entries:
             names = {entry.name for entry in entries if is_folder(entry)}
-        for name in self.seen.keys() - names:
             with self.lock:
-                del self.seen[name]
-                if self.is_at_home(name):
-                    self.remove(name)
-        with self.lock:
-            self.unloaded &= names
-        for name in sorted(names - self.unloaded):
-            source = source_of(self.folder / name)
-            state = (source, stamp_of(source)) if source else None
-            if state and self.seen.get(name) != state:
-                self.seen[name] = state
-                self.look_at(name, *state)
+                for name in self.seen.keys() - names:
+                    del self.seen[name]
+                    if self.is_at_home(name):
+                        self.remove(name)
+                self.unloaded &= names
+            for name in sorted(names - self.unloaded):
+                source = source_of(self.folder / name)
+                state = (source, stamp_of(source)) if source else None
+                if state and self.seen.get(name) != state:
+                    self.seen[name] = state
+                    self.look_at(name, *state)
 
     def is_at_home(self, name: str) -> bool:
         """Does a name mean the adapter in the folder of the same name?"""
@@ -299,7 +289,7 @@ class Catalog:
             is_known = old and (old.path, old.stamp) == (source, stamp)
             is_elsewhere = old and not self.is_at_home(name)
             if not is_known and not is_elsewhere and name not in self.unloaded:
-                self.put(self.new_version(name, source, stamp, fault))
+                self.put(Model(name, source, next(self.versions), stamp, fault))
 
 
 def is_folder(entry: os.DirEntry) -> bool:

@@ -88,12 +88,7 @@ def put_aside(path: Path, kind: str) -> str:
 
     step-N becomes step-N.kind, or step-N.kind-2 and so on if that exists. Returns the new name.
     """
-    aside = path.with_suffix(f".{kind}")
-    copy = 1
-    while aside.exists():
-        copy += 1
-        aside = path.with_suffix(f".{kind}-{copy}")
-    return path.rename(aside).name
+    return path.rename(files.free_name(path.with_suffix(f".{kind}"))).name
 
 
 def read_checksums(path: Path) -> dict | None:
@@ -101,9 +96,8 @@ def read_checksums(path: Path) -> dict | None:
 
     Raises OSError if it cannot be read.
     """
-    source = path / "checksums.json"
     try:
-        content = files.read_bytes(source, files.MAX_JSON)
+        content = files.read_bytes(path / "checksums.json", files.MAX_JSON)
     except (UserError, FileNotFoundError, NotADirectoryError):
         return None
     return parse_checksums(content, path)
@@ -331,10 +325,9 @@ def read_back(path: Path) -> None:
         metadata = read_metadata(path)
         for index, location in metadata.storage_data.items():
             if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-                with files.open_regular(path / location.relative_path) as file:
+                with open(path / location.relative_path, "rb") as file:
                     file.seek(location.offset)
-                    piece = file.read(location.length)
-                torch.load(io.BytesIO(piece), weights_only=True)
+                    torch.load(io.BytesIO(file.read(location.length)), weights_only=True)
     except OSError:
         raise
     except Exception as error:
@@ -379,10 +372,8 @@ def cause_of(error: BaseException) -> BaseException:
     failures = getattr(error, "failures", None)  # of DCP: rank -> (exception, traceback)
     if failures:
         error = next(iter(failures.values()))[0]
-    if isinstance(error, UserError):
-        return error
     earlier = error
-    while earlier and not isinstance(earlier, OSError):
+    while earlier and not isinstance(earlier, OSError | UserError):
         earlier = earlier.__context__
     return earlier or error
 

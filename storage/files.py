@@ -247,6 +247,15 @@ def member(folder: Path, name, source) -> Path:
 # Writing
 
 
+def free_name(path: Path, number: int = 2) -> Path:
+    """`path`; or if something is there, PATH-2, or the next number under which nothing is."""
+    name = path
+    while os.path.lexists(name):
+        name = Path(f"{path}-{number}")
+        number += 1
+    return name
+
+
 def require_ours(folder, marks: list[str], writes: list[str], fix: str) -> None:
     """UserError if a folder is used for something else, with which our files would mix.
 

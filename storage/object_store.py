@@ -9,8 +9,7 @@ Keys are relative to the address. An object is whole or absent, and a list shows
 But there is no rename: what consists of several objects is published by writing the last one.
 
 Bytes are checked in both directions. On the way up each request carries its SHA-256, and the
-store refuses what does not fit. Downloads are checked by us alone, by crc32 or SHA-256, while they
-are written.
+store refuses what does not fit. Downloads are checked by us alone, by crc32, as they come.
 
 Every request is tried several times. What then fails is a StoreError of one line, by cause, which
 names neither the server nor a key. Credentials and endpoint come from the usual variables:
@@ -23,7 +22,6 @@ Run `python -m storage.object_store s3://bucket/folder` to list what is there.
 """
 
 import errno
-import hashlib
 import os
 import random
 import re
@@ -140,8 +138,8 @@ class Store:
         self.attempt(send, key)
         return found
 
-    def download(self, key: str, path, size: int, crc: int | None = None, sha256: str = "") -> None:
-        """Copy an object to a file, which has its name only once its size and hashes are right.
+    def download(self, key: str, path, size: int, crc: int | None = None) -> None:
+        """Copy an object to a file, which has its name only once its size and crc32 are right.
 
         What an earlier try has left in PATH.part is continued. FileNotFoundError if there is no
         such object, OSError if the disk is full, StoreError if its content is another.
@@ -149,7 +147,7 @@ class Store:
         part = Path(f"{path}.part")
         for left in reversed(range(TRIES)):
             found = self.continue_part(key, part, size)
-            if found == (size, found[1] if crc is None else crc, sha256 or found[2]):
+            if found == (size, found[1] if crc is None else crc):
                 os.replace(part, path)
                 return
             part.unlink()
@@ -157,24 +155,22 @@ class Store:
                 time.sleep(PAUSE)
         raise DamagedObject(f"{self.url}: {key} is not what its list says: copy it there again")
 
-    def continue_part(self, key: str, part: Path, size: int) -> tuple[int, int, str]:
-        """Append to a file what it lacks of an object. Its bytes, crc32 and SHA-256 then."""
-        have, crc, sha = 0, 0, hashlib.sha256()
+    def continue_part(self, key: str, part: Path, size: int) -> tuple[int, int]:
+        """Append to a file what it lacks of an object. Its bytes and crc32 then."""
+        have, crc = 0, 0
         with open(part, "ab+") as file:
             file.seek(0)
             while block := file.read(BLOCK):
                 have, crc = have + len(block), zlib.crc32(block, crc)
-                sha.update(block)
             for block in self.blocks(key, have, size):
                 have, crc = have + len(block), zlib.crc32(block, crc)
-                sha.update(block)
                 try:
                     file.write(block)
                     file.flush()
                 except OSError as error:  # it does not name the file
                     raise OSError(error.errno, error.strerror, str(part)) from error
             os.fsync(file.fileno())
-        return have, crc, sha.hexdigest()
+        return have, crc
 
     def blocks(self, key: str, start: int, stop: int):
         """The bytes from `start` to `stop` of an object in blocks, across interruptions."""
@@ -227,11 +223,6 @@ class Store:
         found = self.attempt(lambda: self.client.list(prefix or None).collect(), prefix)
         begin = len(prefix.rstrip("/")) + 1 if prefix else 0
         return {entry["path"][begin:]: entry["size"] for entry in found}
-
-    def folders(self, prefix: str) -> list[str]:
-        """The names of the folders directly below a prefix."""
-        found = self.attempt(lambda: self.client.list_with_delimiter(prefix), prefix)
-        return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
 
     def delete(self, key: str) -> None:
         """Delete an object, if it is there."""

@@ -10,16 +10,18 @@ deleted in the other order, so one that is half deleted does not count as publis
 This file knows nothing of ranks: lifecycle/remote.py says which of them copies which files.
 """
 
+import contextlib
 import hashlib
 import os
 import re
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from program import UserError
 from storage import checkpoint_files, files
-from storage.object_store import Store
+from storage.object_store import DamagedObject, Store
 
 LIST = "checksums.json"
 NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\.[0-9a-f]{8}")
@@ -125,21 +127,26 @@ def read(store: Store, name: str, sizes: dict[str, int]) -> Published | None:
 
 
 def get_list(store: Store, name: str) -> bytes | None:
-    """checksums.json of a checkpoint, if its hash is that in the name."""
-    for _ in range(3):  # it may be damaged on the way
-        try:
-            content = store.get(f"checkpoints/{name}/{LIST}")
-        except FileNotFoundError:  # it is being deleted
-            return None
-        if digest(content) == name[-8:]:
-            return content
-    return None
+    """checksums.json of a checkpoint; None if its hash is not that in the name, or it is gone."""
+    where = f"checkpoints/{name}/{LIST}"
+    with contextlib.suppress(FileNotFoundError):  # it is being deleted
+        return get_right(store, where, lambda content: digest(content) == name[-8:])
+
+
+def get_right(store: Store, where: str, is_right) -> bytes | None:
+    """The content of an object, which may be damaged on the way; None if it is damaged there."""
+    contents = (store.get(where) for _ in range(3))
+    return next(filter(is_right, contents), None)
 
 
 def meta_of(store: Store, found: Published) -> dict:
-    """The content of meta.json. UserError if it is damaged, FileNotFoundError if it is gone."""
+    """The content of meta.json. DamagedObject or FileNotFoundError if it is damaged or gone."""
     where = f"checkpoints/{found.name}/meta.json"
-    return files.parse_json(store.get(where), f"{store.url}/{where}")
+    listed = found.checksums["meta.json"]
+    content = get_right(store, where, lambda content: (len(content), zlib.crc32(content)) == listed)
+    if content is None:
+        raise DamagedObject(f"{store.url}/{where} is damaged")
+    return files.parse_json(content, f"{store.url}/{where}")
 
 
 # --------------------------------------------------------------------------------------------------

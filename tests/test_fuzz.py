@@ -271,10 +271,6 @@ MACHINE = {
 RUN = {"flags": "--n_layers=2", "ranks": 8, "nodes": 1, "tokens_per_second": 4e5}
 MEASUREMENTS = {"device": "AMD Instinct MI250X", "node_size": 8, "attention": 0.3}
 MEASUREMENTS |= {"machine": MACHINE, "runs": [RUN]}
-FIGURES = {"kind": "text", "digest": "0", "n": 1, "contexts_cut": 0, "requests": 1}
-FIGURES |= {"nats_per_token": 2.0, "nats_per_byte": 1.0, "perplexity": 3.0}
-SETTINGS = {"weights": "a", "precision": "fp32", "ids": "b"}
-RESULTS = {"settings": SETTINGS, "tasks": {"a": FIGURES}}
 
 
 def lines(*rows):
@@ -414,14 +410,6 @@ def read_task(path, folder):
     icl_tasks.load(str(path))
 
 
-def read_results(path, folder):
-    from evaluation import zero_shot
-
-    results = zero_shot.finished(str(path), SETTINGS)
-    complete = {name: result for name, result in results.items() if "digest" in result}
-    zero_shot.table(complete, "model")
-
-
 def read_corpus(path, folder):
     from text import corpus
 
@@ -494,7 +482,6 @@ READERS = {  # name -> (maker, reader)
     "vocab.json": (their_pair, read_tokenizer),
     "bpe_tokenizer.json": (our_tokenizer, read_tokenizer),
     "task.jsonl": (written("task.jsonl", lines(*QUESTIONS)), read_task),
-    "results.json": (written("results.json", json.dumps(RESULTS)), read_results),
     "text.jsonl": (written("text.jsonl", lines(*TEXTS)), read_corpus),
     "text.parquet": (parquet, read_corpus),
     "text.txt": (written("text.txt", TEXT), read_corpus),

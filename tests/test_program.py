@@ -161,7 +161,6 @@ READERS = {
     "evaluation nowhere --tasks={words}": "nowhere",
     "evaluation.tasks nowhere.txt out.jsonl": "nowhere.txt",
     "weights.tensor_files nowhere": "nowhere",
-    "weights.hf_config nowhere": "nowhere",
     "text.shards nowhere.bin": "nowhere.bin",
     "storage.files nowhere.json": "nowhere.json",
     "bench compare nowhere.csv": "nowhere.csv",

@@ -215,7 +215,6 @@ ELSEWHERE = {
 }
 # A reader's own file or run on the pages of folders, and what it is in the copy.
 STANDS_FOR = {
-    "evaluation.results scores.json": "evaluation.results tests/old_runs/evaluation.json",
     "results.csv": "scaling.csv",
     "mine.csv theirs.csv": "mi250.csv h100.csv",
     "export runs/demo demo-hf": "export runs/demo exported",

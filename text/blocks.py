@@ -54,13 +54,9 @@ class Blocks:
     def __len__(self) -> int:
         return int(self.first[-1])
 
-    def shard_of(self, block: int) -> int:
-        """The index of the shard of a block."""
-        return int(np.searchsorted(self.first, block, side="right")) - 1
-
     def span(self, first: int, last: int) -> tuple[str, int, int]:
         """Where blocks `first` to `last` of one shard lie: (its name, first byte, byte after)."""
-        shard = self.shard_of(first)
+        shard = int(np.searchsorted(self.first, first, side="right")) - 1
         begin = (first - self.first[shard]) * BLOCK
         end = min((last + 1 - self.first[shard]) * BLOCK, self.sizes[shard])
         return self.names[shard], HEADER_BYTES + int(begin), HEADER_BYTES + int(end)
@@ -97,10 +93,7 @@ def write_index(folder: Path) -> None:
 
 
 def write_index_in_store(url: str) -> None:
-    """Write blocks.crc32 of a data set in a store: reads all of its shards once.
-
-    UserError if one is damaged.
-    """
+    """Write blocks.crc32 of a data set in a store, of which it reads all shards once."""
     store = open_store(url)
     sizes = {name: size for name, size in sorted(store.sizes().items()) if is_shard(name)}
     require(sizes, f"no shards are in {url}: copy a folder there that data.py has made")

@@ -32,13 +32,12 @@ import hashlib
 import importlib.metadata
 import json
 import re
-import signal
-import subprocess
-import sys
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2  # torch requires it
+import jinja2.ext
+import jinja2.sandbox
 import numpy as np
 
 import config
@@ -57,7 +56,6 @@ RESPONSES = ("response", "completion")
 MESSAGE_KEYS = ("role", "content", "weight")
 MOST_FAULTS = 20  # bad lines that one message names
 SAFE_JINJA = [3, 1, 6]  # in older versions a template can leave the sandbox
-SECONDS = 5.0  # of the processor, in which a template writes a conversation; usual are 0.001
 
 CHATML = (
     "{% for message in messages %}"
@@ -110,7 +108,7 @@ def examples(dataset: str, template: "Template"):
             turns = turns_of(corpus.parsed(row), template)
         except UserError as error:
             faults.append(f"{place}: {error}")
-            if len(faults) > MOST_FAULTS or template.fault:
+            if len(faults) > MOST_FAULTS:
                 break
             continue
         if not faults:
@@ -133,11 +131,10 @@ def plain_text(example: str) -> str:
 
 
 def turns_of(row, template: "Template") -> list[Turn]:
-    """The turns of one line. UserError says what is wrong with it.
+    """The turns of one line, of which `row` is the JSON. UserError says what is wrong with it.
 
-    row: what its JSON holds. Keys of a line that are not known (an id, a source) are ignored, since
-    the Hub's data sets have many; those of a message are refused. A value null counts as a key that
-    is not there.
+    Unknown keys of a line (an id, a source) are ignored, since the Hub's data sets have many; those
+    of a message are refused. A value null counts as a key that is not there.
     """
     require(isinstance(row, dict), "it is not a JSON object")
     row = {key: value for key, value in row.items() if value is not None}
@@ -170,20 +167,21 @@ def turns_of_messages(messages, template: "Template") -> list[Turn]:
         {"role": message["role"], "content": template.spelled_out(message["content"])}
         for message in messages
     ]
-    answers = [number for number, turn in enumerate(texts) if turn["role"] == "assistant"]
-    cuts = [cut for number in answers for cut in ((number, True), (number + 1, False))]
-    written = template.texts(texts, cuts)
     turns = []
     so_far = ""
-    for number, asked, answered in zip(answers, written[::2], written[1::2], strict=True):
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = template.text(texts[:number], add_generation_prompt=True)
+        answered = template.text(texts[: number + 1])
         require(
             asked.startswith(so_far) and answered.startswith(asked),
             "chat_template writes the turns before an answer differently, or its words with "
             f"add_generation_prompt ({asked[-40:]!r}) are not those with which an answer begins: "
             "give --chat_template a file in which each turn only adds to the text before it",
         )
-        weight = messages[number].get("weight")
-        turns.append(Turn(asked[len(so_far) :], answered[len(asked) :], weight))
+        written = answered[len(asked) :]
+        turns.append(Turn(asked[len(so_far) :], written, message.get("weight")))
         so_far = answered
     return turns
 
@@ -242,15 +240,69 @@ def check_weight(values: dict, name: str) -> None:
 # Templates
 
 
+class Missing(jinja2.Undefined):
+    """What is not defined: false in a test, and an error where a template would write it.
+
+    Jinja's own writes nothing, so a misspelled name would go unnoticed in each example.
+    """
+
+    def __str__(self) -> str:
+        if self._undefined_name is None:  # {{ 'x' if ask }}, or the message before the first one
+            return ""
+        self._fail_with_undefined_error()
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}, which say what the assistant wrote: unchanged."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        """The block, in which a template may set variables of its own."""
+        line_number = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line_number)
+
+
+def environment() -> jinja2.Environment:
+    """Jinja as transformers sets it up: a sandbox, which shows a template the messages alone."""
+    found = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=Missing,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+    )
+    found.filters["tojson"] = tojson
+    found.globals["raise_exception"] = refuse
+    today = "strftime_now would write another date every day: write a fixed date in its place"
+    found.globals["strftime_now"] = jinja2.Undefined(today)
+    return found
+
+
+def refuse(reason: str) -> None:
+    """What a template calls to refuse a conversation."""
+    raise ValueError(reason)
+
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """The filter as transformers defines it: Jinja's own writes < and & as for HTML."""
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    if not ensure_ascii:
+        return text
+    not_ascii = rf"[^\x00-\x7e{tokenizers.MARK}]"  # JSON in ASCII spells out DEL, too
+    return re.sub(not_ascii, lambda match: json.dumps(match[0])[1:-1], text)
+
+
 class Template:
     """A chat template: messages -> text. It is Jinja, with what transformers adds to it.
 
-    Templates come with models from other people, so a process of its own runs it (text/render.py).
-    The date of today is refused (`strftime_now`), and a template that asks whether it is there
-    writes a date of its own.
+    Templates come with models from other people: none of their code runs, but one that was made to
+    harm can take much time and memory. The date of today is refused (`strftime_now`), and a
+    template that asks whether it is there writes a date of its own.
 
     reserved    the names of tokens that no message may write
-    fault       why its process has ended and no text can be had any more, "" if it has not
     """
 
     def __init__(
@@ -268,14 +320,23 @@ class Template:
         self.source = source
         self.name = name
         self.special_tokens = special_tokens or {}
-        self.fault = ""
-        self.process = None
         self.reserved = [END_OF_TEXT]
         if source != CHATML:  # ours
             require_safe_jinja(name)
-            self.text(SAMPLE)
+        with self.failing("is not a template"):
+            self.template = environment().from_string(source)
+        self.text(SAMPLE)
         if reserved:
             self.reserved = self.markers_of(reserved)
+
+    @contextlib.contextmanager
+    def failing(self, how: str):
+        """UserError for whatever a template raises, or Python's compiler, which compiles it."""
+        try:
+            yield
+        except Exception as error:
+            reason = program.one_line(error).replace(tokenizers.MARK, "") or type(error).__name__
+            raise UserError(f"{self.name} {how}: {reason}") from error
 
     def markers_of(self, tokens: dict[str, SpecialToken]) -> list[str]:
         """Special tokens, and the other added ones that the template writes, such as [INST].
@@ -311,73 +372,35 @@ class Template:
         return tokenizers.spelled_out(content, self.reserved)
 
     def text(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        """The text of all messages, see `texts`."""
-        return self.texts(messages, [(len(messages), add_generation_prompt)])[0]
-
-    def texts(self, messages: list[dict], cuts: list[tuple[int, bool]]) -> list[str]:
-        """For each cut (n, ask) the first n messages as text, without end-of-text around them,
-        which is an id and no text.
+        """The messages as text, without end-of-text around them, which is an id and no text.
 
         messages: their content as `spelled_out` returns it, unless it is known.
-        ask: end with what precedes an answer. UserError if the template fails, or writes
-        end-of-text where the conversation goes on: here that id ends a text, and what comes after
-        it sees nothing of what was before.
+        add_generation_prompt: end with what precedes an answer. UserError if the template fails, or
+        writes end-of-text where the conversation goes on: here that id ends a text, and what comes
+        after it sees nothing of what was before.
         """
-        if not self.process:
-            self.start()
-        texts = self.answer({"messages": messages, "cuts": cuts})["texts"]
-        texts = [text.removeprefix(END_OF_TEXT).removesuffix(END_OF_TEXT) for text in texts]
+        with self.failing("fails"):
+            text = self.template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        text = text.removeprefix(END_OF_TEXT).removesuffix(END_OF_TEXT)
         require(
-            not any(END_OF_TEXT in text for text in texts),
+            END_OF_TEXT not in text,
             f"{self.name} writes {END_OF_TEXT} between turns: "
             "give --chat_template a file without it",
         )
-        return texts
+        return text
 
     def end_of_answer(self) -> str:
         """What the template writes behind an answer, such as <|im_end|>; empty for nothing."""
         question, answer = SAMPLE[:2]
-        asked, answered = self.texts([question, answer], [(1, True), (2, False)])
+        asked = self.text([question], add_generation_prompt=True)
+        answered = self.text([question, answer])
         return answered.removeprefix(asked).removeprefix(answer["content"]).strip()
-
-    def start(self) -> None:
-        """Start the process of the template. UserError if it is no template."""
-        command = [sys.executable, "-m", "text.render"]
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        root = Path(__file__).resolve().parent.parent
-        self.process = subprocess.Popen(command, cwd=root, text=True, **pipes)
-        weakref.finalize(self, end, self.process)
-        setup = {
-            "source": self.source,
-            "special_tokens": self.special_tokens,
-            "mark": tokenizers.MARK,
-            "seconds": SECONDS,
-        }
-        self.answer(setup)
-
-    def answer(self, request: dict) -> dict:
-        """What the process answers. UserError if that is an error, or the process has ended."""
-        require(not self.fault, self.fault)
-        line = ""
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        except BaseException:  # Ctrl-C: the next line would answer this request
-            self.process.kill()
-            raise
-        if not line.endswith("\n"):
-            last_words = end(self.process).strip().rpartition("\n")[2]
-            limit = f"needs more than {SECONDS:g} s for a conversation: it is refused"
-            too_slow = self.process.returncode == -signal.SIGPROF
-            self.fault = f"{self.name} {limit if too_slow else f'fails: {last_words[:200]}'}"
-        require(not self.fault, self.fault)
-        answer = json.loads(line)
-        reason = " ".join(answer.get("error", "").replace(tokenizers.MARK, "").split())
-        require(not reason, f"{self.name} {reason[:200]}")
-        return answer
 
 
 def require_safe_jinja(name: str) -> None:
@@ -388,12 +411,6 @@ def require_safe_jinja(name: str) -> None:
         f"{name} needs Jinja2 3.1.6 or later (in version {installed} a template can run any code): "
         "pip install 'jinja2>=3.1.6'",
     )
-
-
-def end(process: subprocess.Popen) -> str:
-    """End the process of a template. Returns what it wrote about an error."""
-    process.kill()
-    return process.communicate()[1]
 
 
 def load_template(path: str, reserved: dict[str, SpecialToken] | None = None) -> Template:
@@ -475,12 +492,6 @@ class RowFormat:
             return n_tokens >= int(self.target_prompts.removeprefix("length>="))
         return self.target_prompts == "all"
 
-    def learns_response(self, turn: Turn, is_last: bool) -> bool:
-        """Is what the assistant writes in this turn learned?"""
-        if turn.learn is not None:
-            return turn.learn == 1
-        return is_last or self.target_responses == "all"
-
 
 def encode(turns: list[Turn], tokenizer, row_format: RowFormat) -> np.ndarray:
     """The ids of an example, (n,) int32, end-of-text behind; ~id where an id is not learned."""
@@ -492,7 +503,9 @@ def encode(turns: list[Turn], tokenizer, row_format: RowFormat) -> np.ndarray:
         if is_last:
             written = np.append(written, np.int32(tokenizer.eot))
         parts.append(read if row_format.learns_prompt(len(read)) else ~read)
-        learns = row_format.learns_response(turn, is_last)
+        learns = is_last or row_format.target_responses == "all"
+        if turn.learn is not None:
+            learns = turn.learn == 1
         parts.append(written if learns else ~written)
     ids = np.concatenate(parts)
     ids[0] = min(ids[0], ~ids[0])  # there is nothing before it that could predict it
@@ -500,11 +513,9 @@ def encode(turns: list[Turn], tokenizer, row_format: RowFormat) -> np.ndarray:
 
 
 def make_rows(texts: list[str], tokenizer, row_format: RowFormat) -> tuple[np.ndarray, dict]:
-    """Examples -> the ids of a shard, and what its header says of them.
+    """Examples, as `examples` yields them -> the ids of a shard, and what its header says.
 
-    texts: as `examples` yields them. Returns ids, (n * max_seq_len + 1,) int32, or an empty array
-    if nothing is learned. In the header: examples kept, cut and dropped, tokens learned and their
-    bytes.
+    The ids are (n * max_seq_len + 1,) int32, or an empty array if nothing is learned.
     """
     room = row_format.max_seq_len
     whole = [encode(turns_from(text), tokenizer, row_format) for text in texts]

@@ -113,11 +113,9 @@ def is_here(dataset: str) -> bool:
 def source_state(dataset: str, most_bytes: int) -> str:
     """A few letters that change with the files of a data set. Empty for one of the Hub.
 
-    Of up to `most_bytes` they depend on the content: "content 3f...". Reading 300 GB whenever a run
-    starts would take longer than the start. So of more they depend on names, sizes and times of
-    change: "times 3f...". Then an edit that keeps sizes and times goes unnoticed, and a copy of the
-    files with other times looks like a change; data.py finds out and keeps what is right. A second
-    is the finest time that copies of files keep.
+    Of up to `most_bytes` they depend on the content: "content 3f...". Of more, which would take
+    long to read at each start, on names, sizes and times of change, in seconds: "times 3f...". So
+    a copy with other times looks like a change; data.py finds out and keeps what is right.
     """
     paths = files(dataset)
     if sum(map(os.path.getsize, paths)) <= most_bytes:
@@ -133,10 +131,7 @@ def sizes_hash(dataset: str) -> str:
 
 
 def content_hash(dataset: str) -> str:
-    """A short hash of the names and the content of the files, all of which it reads.
-
-    Empty for a data set on the Hub, which is assumed not to change.
-    """
+    """A short hash of the names and the content of the files. Empty for the Hub."""
     paths = files(dataset)
     digest = hashlib.sha256()
     for path in paths:
@@ -190,24 +185,18 @@ def require_one_kind(dataset: str, paths: list[str]) -> None:
 
     Beside text a table often lists its sources; beside a table a text often is its license.
     """
-    kinds = {
-        "tables": [path for path in paths if suffix_of(path) in TABLES],
-        "MDS shards": [path for path in paths if suffix_of(path) not in SUFFIXES],
-        "other text": [path for path in paths if suffix_of(path) in set(SUFFIXES) - set(TABLES)],
-    }
-    first = {kind: found[0] for kind, found in kinds.items() if found}
+    kind_of = dict.fromkeys(SUFFIXES, "text") | dict.fromkeys(TABLES, "tables")
+    first = {}  # file of each kind
+    for path in paths:
+        first.setdefault(kind_of.get(suffix_of(path), "MDS shards"), path)
     flags = []
     for path in first.values():
         folder = os.path.join(dataset, "**") if os.path.isdir(dataset) else os.path.dirname(path)
         pattern = os.path.join(folder, "*" + os.path.splitext(path)[1])
         flags.append(shell(f"--dataset={pattern}"))
-    require(
-        len(first) <= 1,
-        f"dataset={dataset!r} holds "
-        + " and ".join(f"{kind} ({path})" for kind, path in first.items())
-        + ": name one kind, as in "
-        + " or ".join(flags),
-    )
+    found = " and ".join(f"{kind} ({path})" for kind, path in first.items())
+    fix = f"name one kind, as in {' or '.join(flags)}"
+    require(len(first) <= 1, f"dataset={dataset!r} holds {found}: {fix}")
 
 
 def matches(dataset: str) -> list[str]:
@@ -311,10 +300,7 @@ def parquet_documents(path: str):
 
 
 def jsonl_documents(path: str):
-    """The field `text` of each line of a .jsonl file, but for blank ones.
-
-    Raises UserError naming the line.
-    """
+    """The field `text` of each line of a .jsonl file. UserError names a bad line."""
     for number, line in enumerate(text_lines(path), 1):
         if not line.strip():
             continue
@@ -330,10 +316,7 @@ def jsonl_documents(path: str):
 
 
 def table_documents(path: str):
-    """The column `text` of a .csv or .tsv file whose first row has the column names.
-
-    A quoted field may hold line breaks. Raises UserError naming the line.
-    """
+    """The column `text` of a .csv or .tsv file with a head. UserError names a bad line."""
     csv.field_size_limit(2**31 - 1)  # bytes; the default, 128 kB, is shorter than many documents
     delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     rows = csv.reader(text_lines(path), delimiter=delimiter, strict=True)
@@ -353,10 +336,9 @@ def table_documents(path: str):
 
 
 def rows(dataset: str):
-    """The rows of a data set of examples: (place, a row as `parsed` takes it).
+    """The rows of .jsonl files, or of the Hub: (file and line for messages, what `parsed` takes).
 
-    dataset: .jsonl files, or a data set on the Hub. place: file and line, for messages. Blank lines
-    are skipped. Raises UserError if a file is of another kind, or UTF-16 or UTF-32.
+    Raises UserError if a file is of another kind, or UTF-16 or UTF-32.
     """
     fix = "set --dataset='my/*.jsonl', or a data set on the Hub"
     require(dataset != "stdlib", f"dataset=stdlib has no prompts and responses: {fix}")
@@ -399,10 +381,7 @@ def unique(pairs) -> dict:
 
 
 def raw_lines(path: str):
-    """The lines of a file that should be UTF-8, as bytes, each with its line break.
-
-    Without a byte order mark: that of another encoding is a UserError.
-    """
+    """The lines of a UTF-8 file, as bytes. UserError for the mark of another encoding."""
     with file_reader.open_regular(path) as file:
         for number, line in enumerate(file):
             yield without_mark(line, path) if number == 0 else line
@@ -539,8 +518,7 @@ def main(argv) -> None:
         n_documents += 1
         length += len(text)
     require(n_documents > 0, f"dataset={dataset!r} holds no document")
-    is_text = isinstance(text, str)
-    unit, begin = ("characters", text[:60]) if is_text else ("ids", text[:12].tolist())
+    unit, begin = ("characters", text[:60]) if isinstance(text, str) else ("ids", text[:12])
     print(
         f"{dataset}: {n_documents:,} documents, {length:,} {unit}; "
         f"the last begins {begin!r}{left_out(dataset)}"

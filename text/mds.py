@@ -22,7 +22,6 @@ Run `python -m text.mds FOLDER/index.json` to list its shards and check them.
 import functools
 import hashlib
 import json
-import os
 import re
 import struct
 import sys
@@ -214,18 +213,14 @@ def rows_of(shard: IndexedShard, tokenizer, row_lengths: dict):
     if not row_lengths:
         begin = tokenizer.decode(rows[0][:30])
         print(f"{shard.path} in tokens of {tokenizer.name}: {begin!r}", file=sys.stderr)
-    row_length = row_lengths.setdefault(shard.index, common_length(rows))
+    lengths = set(map(len, rows))
+    common = lengths.pop() if len(lengths) == 1 and len(rows) > 1 else 0
+    row_length = row_lengths.setdefault(shard.index, common)
     for row in rows:
         is_document = len(row) not in (0, row_length)
         if is_document and row[-1] != tokenizer.eot:
             row = np.append(row, tokenizer.eot)
         yield row.astype(tokenizer.dtype)
-
-
-def common_length(rows) -> int:
-    """The length of all these rows; 0 if they differ, or if there are fewer than two."""
-    lengths = set(map(len, rows))
-    return lengths.pop() if len(lengths) == 1 and len(rows) > 1 else 0
 
 
 def columns(shard: IndexedShard):
@@ -256,9 +251,7 @@ def content_of(shard: IndexedShard):
     is_raw = shard.path == shard.raw
     about = shard.about["raw_data" if is_raw else "zip_data"]
     with files.open_regular(shard.path) as file:
-        size = os.fstat(file.fileno()).st_size
-        shard.require(size == about["bytes"], f"{size:,} bytes instead of {about['bytes']:,}")
-        content = file.read()
+        content = file.read(about["bytes"] + 1)
     check(shard, content, about)
     if not is_raw:
         content = decompressed(shard, content)
@@ -290,9 +283,6 @@ def decompressed(shard: IndexedShard, content: bytes):
     codec = CODECS[shard.about["compression"].partition(":")[0]]
     try:
         if codec == "snappy":
-            # pyarrow believes `size`, and leaves the rest as it was.
-            found = snappy_size(content)
-            shard.require(found == size, f"{found:,} bytes instead of {size:,}")
             return pyarrow.Codec(codec).decompress(content, decompressed_size=size, asbytes=True)
         result = bytearray()
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), codec) as stream:
@@ -301,19 +291,6 @@ def decompressed(shard: IndexedShard, content: bytes):
         return result
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{shard.path} is damaged ({program.one_line(error)})") from error
-
-
-def snappy_size(content: bytes) -> int:
-    """The size before compression, with which Snappy's format begins.
-
-    Each byte has 7 bits of it, the low ones first; the last byte is below 128.
-    """
-    size = 0
-    for place, byte in enumerate(content[:5]):
-        size |= (byte & 127) << (7 * place)
-        if byte < 128:
-            break
-    return size
 
 
 def texts(shard: IndexedShard):

@@ -26,9 +26,8 @@ class Source:
 def sources(mix: list[str]) -> list[Source]:
     """The sources that the lines of `mix` describe.
 
-    Raises UserError for a line that describes none, if two have one name or data set, or if the
-    shares do not add up to 1. Names are those of folders, and some file systems do not tell
-    capitals apart.
+    Raises UserError for a line that describes none, if two have one name (capitals aside, as in
+    some file systems) or data set, or if the shares do not add up to 1.
     """
     found = [source_of(line) for line in mix]
     for one, other in itertools.combinations(found, 2):

@@ -11,25 +11,19 @@ fullest row that still has room for it, or into a new row. It needs at most 11/9
 possible rows, plus a few (Johnson, 1973); with many short examples, hardly more than the fewest.
 
 Nothing is random: rows depend on the lengths and their order alone.
-
-Run `python -m text.packing` to see how full rows of 2,048 get.
 """
 
 import bisect
-import time
 
 import numpy as np
-
-import program
 
 
 def pack(lengths: list[int], room: int) -> list[list[int]]:
     """The examples of each row: indices into `lengths`, in the order in which they were placed.
 
-    lengths: of each example, from 1 to `room`. Every example is in exactly one row. Rows are in the
-    order of their longest examples in the data, not in the order in which they were begun: that is
-    from the longest to the shortest, and an evaluation that reads only the first rows would measure
-    the longest examples alone.
+    lengths: of each example, from 1 to `room`. Rows are in the order of their longest examples in
+    the data, not in which they were begun, from the longest to the shortest: an evaluation that
+    reads only the first rows would measure the longest examples alone.
     """
     rows = []
     open_rows = []  # (free places, row) of the rows that are not full, sorted
@@ -81,25 +75,3 @@ def fill_rows(examples: list[np.ndarray], rows: list[list[int]], room: int, fill
         begin = number * room
         ids[begin : begin + len(row)] = row
     return ids
-
-
-def main(argv) -> None:
-    """Pack lengths as instructions have them: log-normal around 150 tokens."""
-    program.arguments(argv)
-    room = 2048
-    drawn = np.random.default_rng(0).lognormal(np.log(150), 0.8, 20_000)
-    lengths = np.clip(drawn.astype(int), 1, room).tolist()
-
-    start = time.perf_counter()
-    rows = pack(lengths, room)
-    seconds = time.perf_counter() - start
-    full = sum(lengths) / (room * len(rows))
-    alone = sum(lengths) / (room * len(lengths))
-    print(
-        f"{len(lengths):,} examples in {len(rows):,} rows of {room:,}: {full:.2%} full, "
-        f"in {seconds:.2f} s; one row each would be {alone:.1%} full"
-    )
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -19,13 +19,9 @@ Runs that start together prepare once: one holds prepare.lock, the others wait, 
 On a file system without locks each makes the same files, under temporary names of its own (with
 --max_tokens, run data.py first there).
 
-Prompts and responses (data_format=chat, text/chat.py) are prepared as whole rows of max_seq_len
-tokens, of which only some are learned.
-
 Each source of a mixture (--mix) has a folder of its own, so it can be made again without the
 others: DATA_DIR/NAME, or without --data_dir that of a run on this source alone. All have the
-tokenizer of the first source. A `bpe-N` learns from it, and the other folders are named after it:
-data/mine-bpe-4096-of-stdlib.
+tokenizer of the first source, after which a `bpe-N` names them: data/mine-bpe-4096-of-stdlib.
 
 Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file.
 """
@@ -156,11 +152,8 @@ class Recipe:
         return settings
 
     def source_hash(self) -> str:
-        """A short hash that changes with the files of the data set.
-
-        Of a chat, every byte counts, however large it is: people correct it by hand.
-        """
-        if self.row_format:
+        """A short hash that changes with the files of the data set."""
+        if self.row_format:  # every byte counts: people correct examples by hand
             return corpus.content_hash(self.cfg.dataset)
         return corpus.source_state(self.cfg.dataset, HASH_BYTES)
 
@@ -185,10 +178,7 @@ class Recipe:
             )
 
     def changed_files(self, summary: dict) -> list[str]:
-        """The settings whose files are not those from which the folder was made.
-
-        What is not on this machine is not checked: shards may have been copied without it.
-        """
+        """The settings whose files changed since. What is not here is not checked."""
         cfg, changed = self.cfg, []
         if corpus.is_here(cfg.dataset):
             now = self.source_hash()
@@ -205,20 +195,14 @@ class Recipe:
         return changed
 
     def given_tokenizer(self) -> bytes | None:
-        """The tokenizer.json of which the folder holds a copy. None: there is none, or not here.
-
-        Of a mixture it is that of the first source; otherwise the file that the settings name.
-        """
+        """The tokenizer.json of which the folder holds a copy. None: there is none, or not here."""
         if self.first and (of_first := self.first.read("tokenizer.json")):
             return of_first
         name = self.cfg.tokenizer
         return tokenizers.json_of(name) if name.endswith(".json") and os.path.exists(name) else None
 
     def command(self) -> str:
-        """The command that makes the folder, or one to be copied to the store.
-
-        All folders of a mixture.
-        """
+        """The command that makes the folder, of a mixture all, or one to be copied to the store."""
         folder = "data/tokens" if self.store else self.folder
         flags = self.settings() | {"max_tokens": self.cfg.max_tokens, "data_dir": folder}
         if self.source:
@@ -242,10 +226,7 @@ def each_source(cfg: TrainConfig) -> list[tuple[TrainConfig, str]]:
 
 
 def of_mixture(function, cfg: TrainConfig, *args) -> list[Path]:
-    """What `prepare` or `open_or_prepare` returns for each source of a mixture.
-
-    An error says of which.
-    """
+    """What `prepare` or `open_or_prepare` returns for each source of a mixture."""
     require(
         "://" not in cfg.data_dir,
         f"a mixture is read from folders of this machine, not from {cfg.data_dir}: "
@@ -274,12 +255,11 @@ def has_enough(summary: dict, max_tokens: int) -> bool:
 
 
 def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = ""):
-    """The checked data folder of a training run. One process calls it (global rank 0).
+    """The checked data folder of a training run: a path, or a `stream.StoredFolder`.
 
-    A small data set that is missing is prepared first, though not in a store. max_seq_len, source:
-    as for `prepare`. Returns a path, or a `stream.StoredFolder`.
-    Raises UserError for a large one, with the command that prepares it, and for a damaged folder or
-    one made with other settings, or from files that have changed.
+    A small data set that is missing is prepared first, though not in a store. Global rank 0 alone
+    calls it. max_seq_len, source: as for `prepare`. Raises UserError for a large one, with the
+    command that prepares it, and for a folder that is damaged, or made from something else.
     """
     recipe = Recipe(cfg, max_seq_len, source)
     folder = recipe.folder
@@ -309,10 +289,7 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = ""):
 
 
 def require_unchanged(recipe: Recipe, summary: dict) -> None:
-    """UserError if the text, chat template or tokenizer changed after the folder was made.
-
-    A run that has begun goes on with its tokens, and says so.
-    """
+    """UserError if a file changed after the folder was made; a note if the run has begun."""
     changed = recipe.changed_files(summary)
     if not changed:
         return
@@ -341,39 +318,37 @@ def require_all_tokens(recipe: Recipe, summary: dict) -> None:
     holds more than are wanted, since one folder serves runs of different length, or fewer than a
     run wants that has begun with them.
     """
-    cfg, folder = recipe.cfg, recipe.folder
-    n_tokens = summary["train_tokens"]
-    has_fewer = not has_enough(summary, cfg.max_tokens)
-    require(
-        cfg.max_tokens or not has_fewer or has_begun(cfg),
-        f"{folder} holds only the first {n_tokens:,} training tokens: set --max_tokens={n_tokens}, "
-        f"or make the rest if no run on these has to resume: {recipe.command()}",
-    )
-    note = ""
-    if has_fewer and has_begun(cfg):
-        note = "fewer than --max_tokens asks for: this run goes on with them"
-    if 0 < cfg.max_tokens < n_tokens:
-        note = "more than --max_tokens: this run reads all of them"
-    if note:
-        program.print_error(f"{folder} holds {n_tokens:,} training tokens, {note}", "note")
+    max_tokens, n_tokens = recipe.cfg.max_tokens, summary["train_tokens"]
+    holds = f"{recipe.folder} holds {n_tokens:,} training tokens"
+    if has_enough(summary, max_tokens):
+        if 0 < max_tokens < n_tokens:
+            program.print_error(f"{holds}, more than --max_tokens: this run reads all", "note")
+    elif has_begun(recipe.cfg):
+        program.print_error(f"{holds}, fewer than --max_tokens: this run goes on with them", "note")
+    else:
+        require(
+            max_tokens,
+            f"{recipe.folder} holds only the first {n_tokens:,} training tokens: set "
+            f"--max_tokens={n_tokens}, or make the rest if no run on these has to resume: "
+            f"{recipe.command()}",
+        )
 
 
 def require_small(recipe: Recipe, summary: dict | None) -> None:
     """UserError, with the command that prepares the data set, if it is too large to prepare now."""
-    cfg, folder = recipe.cfg, recipe.folder
+    cfg = recipe.cfg
     paths = corpus.files(cfg.dataset)
     few_tokens = 0 < cfg.max_tokens <= SMALL_TOKENS
     few_bytes = paths and sum(map(os.path.getsize, paths)) <= SMALL_BYTES
 
-    state = f"no data set is in {folder} yet"
-    if summary:
-        state = f"only {summary['train_tokens']:,} tokens are in {folder}"
+    found = f"only {summary['train_tokens']:,} tokens are" if summary else "no data set is"
     now = ["--dataset=stdlib --tokenizer=bpe-4096 (Python's own source)"] * (not cfg.mix)
     if not paths or cfg.mix:  # it is on the Hub
         now.append(f"--max_tokens={FIRST_SLICE} (a first slice: {FIRST_SLICE_COST})")
     require(
         few_tokens or few_bytes,
-        f"{state}, and all of it is too much, or of unknown size, to prepare while a run starts. "
+        f"{found} in {recipe.folder}, and all of it is too much, or of unknown size, to prepare "
+        "while a run starts. "
         f"To begin now, add to your command {', or '.join(now)}. "
         f"For all of it, first run: {recipe.command()}",
     )
@@ -386,12 +361,9 @@ def require_small(recipe: Recipe, summary: dict | None) -> None:
 def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0, source: str = "") -> Path:
     """Make the token shards of `cfg.dataset` unless they are complete. Returns their folder.
 
-    workers: processes that encode. The files do not depend on it.
-    max_seq_len: tokens of a row of prompts and responses (data_format=chat). Text needs none.
-    source: which one of a mixture cfg.dataset is: see `of_mixture`.
-    If another process prepares the folder, this one waits for it.
-    Raises UserError if the data set cannot be read or holds too little text, or if the folder
-    was made with other settings.
+    workers: processes that encode, which change no file. max_seq_len, source: see `Recipe`. If
+    another process prepares the folder, this one waits for it. Raises UserError if the data set
+    cannot be read or holds too little text, or if the folder was made with other settings.
     """
     recipe = Recipe(cfg, max_seq_len, source)
     folder = recipe.folder
@@ -417,10 +389,7 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0, source: st
 
 
 def is_made(recipe: Recipe, summary: dict | None) -> bool:
-    """Does the folder hold what is asked for, made from the files as they are now?
-
-    UserError if it was made with other settings.
-    """
+    """Does the folder hold what is asked for? UserError if it was made with other settings."""
     if not summary:
         return False
     recipe.require_settings(summary)
@@ -449,10 +418,7 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
     tokenizer = make_tokenizer(recipe)
     n_chunks, train_tokens = encode_dataset(recipe, tokenizer, workers)
     remove_what_is_left(folder, n_chunks, is_alone)
-    require(
-        n_chunks > 0,
-        f"dataset={cfg.dataset!r} is empty: no document has any text, name another one",
-    )
+    require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
     if recipe.row_format:
         require_learned_tokens(recipe)
     require(
@@ -503,10 +469,7 @@ def make_tokenizer(recipe: Recipe):
 
 
 def file_of_base(cfg: TrainConfig, name: str) -> Path | None:
-    """The file of the `bpe-N` with which the run at init_from was trained; None if it has another.
-
-    init_from: a run, or one of its checkpoints.
-    """
+    """The file of the `bpe-N` of the run, or checkpoint, at init_from; None if it has another."""
     if not (cfg.init_from and name.startswith("bpe")):
         return None
     given = Path(cfg.init_from)
@@ -518,10 +481,9 @@ def file_of_base(cfg: TrainConfig, name: str) -> Path | None:
 
 
 def documents_of(cfg: TrainConfig, tokenizer=None):
-    """The documents of a data set. An example of a chat is one, too: see `chat.examples`.
+    """The documents of a data set, or the examples of a chat: see `chat.examples`.
 
-    tokenizer: what will encode them. Without it they are plain text, from which a tokenizer can be
-    trained.
+    tokenizer: what will encode them; None: they are plain text, to train a tokenizer.
     """
     if cfg.data_format == "text":
         return corpus.documents(cfg.dataset, tokenizer)
@@ -533,9 +495,8 @@ def documents_of(cfg: TrainConfig, tokenizer=None):
 
 
 def first_texts(cfg: TrainConfig, n_characters: int) -> list[str]:
-    """The first documents of a data set, until they have more than `n_characters` in all.
-
-    Of a longer document only the first `n_characters` are taken.
+    """The first documents of a data set, until they have more than `n_characters`, and of each at
+    most as many.
     """
     texts = []
     total = 0
@@ -572,10 +533,7 @@ def encode_dataset(recipe: Recipe, tokenizer, workers: int) -> tuple[int, int]:
 
 
 def bounded_map(pool, function, items, depth: int):
-    """Like `pool.map`, but at most `depth` items are in flight.
-
-    `pool.map` reads all items first. A data set streamed from the Hub would not fit into memory.
-    """
+    """Like `pool.map`, which reads all items first, but at most `depth` of them are in flight."""
     pending = deque()
     for item in items:
         pending.append(pool.submit(function, item))
@@ -591,16 +549,14 @@ def collect(results, max_tokens: int, bar) -> tuple[int, int]:
     results: (path of the training shard, its tokens) of each chunk, in order. The last one is cut
     off where the limit is reached. Returns (chunks, training tokens).
     """
-    n_chunks = 0
-    total = 0
+    n_chunks = total = 0
     for path, tokens in results:
         n_chunks += 1
         total += tokens
         bar.update(tokens)
-        if max_tokens and total >= max_tokens:
-            excess = total - max_tokens
-            if excess:
-                truncate_shard(path, tokens - excess)
+        if 0 < max_tokens <= total:
+            if total > max_tokens:
+                truncate_shard(path, tokens - (total - max_tokens))
             return n_chunks, max_tokens
     return n_chunks, total
 
@@ -624,9 +580,8 @@ def remove_what_is_left(folder: Path, n_chunks: int, is_alone: bool) -> None:
 def encode_chunk(folder: Path, tokenizer_name: str, val_every: int, row_format, chunk):
     """Encode one chunk into train-N.bin and val-N.bin, unless these are already right.
 
-    chunk: its number, that of its first document, and its documents, which are texts or arrays of
-    ids. val_every: of so many documents, one is for validation. row_format: `chat.RowFormat` of
-    prompts and responses, None for text. Returns the path of the training shard and its tokens.
+    chunk: as of `corpus.chunks`. val_every: of so many documents, one is for validation.
+    row_format: see `Recipe`. Returns the path of the training shard and its tokens.
     """
     number, first_document, documents = chunk
     tokenizer = tokenizers.load(tokenizer_name, folder / "tokenizer.json")
@@ -661,10 +616,7 @@ def hash_of(ids: np.ndarray) -> str:
 
 
 def is_finished(path: Path, shard_key: str) -> bool:
-    """Does this shard exist, intact, made from this text by this tokenizer?
-
-    UserError if another program's file has its name.
-    """
+    """Is this shard intact, and made from this? UserError for a file of another program."""
     require_shard(path)
     try:
         shard = Shard(path)
@@ -709,11 +661,7 @@ def require_learned_tokens(recipe: Recipe) -> None:
     for split, fix in fixes.items():
         headers = [Shard(path).header for path in shard_files(recipe.folder, split)]
         n_examples = sum(header["documents"] + header["dropped"] for header in headers)
-        require(
-            n_examples > 0,
-            f"dataset={cfg.dataset!r} has one example only, and validation gets that one: "
-            "add others",
-        )
+        require(n_examples > 0, f"dataset={cfg.dataset!r} has one example only: add others")
         require(
             any(header["learned"] for header in headers),
             f"nothing to learn in the {n_examples:,} {split} examples: every {which}response has "

@@ -143,10 +143,7 @@ def read_summary(folder: Path) -> dict | None:
 
 
 def raise_file_limit() -> None:
-    """Allow this process up to 65,536 open files.
-
-    Each memory-mapped shard is an open file, and a large data set has thousands.
-    """
+    """Allow this process up to 65,536 open files: each memory-mapped shard is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
@@ -173,10 +170,7 @@ def sha256_of(header: dict, ids: np.ndarray) -> str:
 
 
 def truncate_shard(path: Path, tokens: int) -> None:
-    """Keep only the first `tokens` tokens of a shard.
-
-    Its `text_sha256` then matches no text, so a later preparation that wants more makes it anew.
-    """
+    """Keep only the first `tokens` tokens of a shard; who wants more will make it anew."""
     shard = Shard(path)
     about = {name: shard.header[name] for name in ("documents", "text_bytes", "vocab_size")}
     about["text_bytes"] = max(1, round(about["text_bytes"] * (tokens / shard.header["tokens"])))

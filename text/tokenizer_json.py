@@ -22,24 +22,26 @@ VOCABULARY = "vocab.json"
 MERGES = "merges.txt"
 LAST_LETTER = chr(256 + 67)  # 188 bytes are spelled as themselves, the other 68 from chr(256) on
 CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")  # other ones split text in another way
+FLAGS = {  # of an added token, and their defaults
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def of_tokens(tokens: list[str], end_of_text: str) -> bytes:
     """The tokenizer.json of our tokens, spelled, in the order of their ids; end-of-text is last."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    return written(vocabulary, merges_of(tokens), {end_of_text: {"id": len(tokens)}})
-
-
-def merges_of(tokens: list[str]) -> list[str]:
-    """All cuts of each token into two tokens, in the order of the tokens."""
-    known = set(tokens)
-    return [
+    merges = [
         f"{token[:cut]} {token[cut:]}"
         for token in tokens
         for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
+    return written(vocabulary, merges, {end_of_text: {"id": len(tokens)}})
 
 
 def of_pair(path, end_of_text: str) -> bytes:
@@ -116,15 +118,7 @@ def written(vocabulary: dict, merges: list[str], added: dict, begins_with_space=
         "use_regex": True,
     }
     listed = [
-        {
-            "id": token["id"],
-            "content": name,
-            "single_word": token.get("single_word", False),
-            "lstrip": token.get("lstrip", False),
-            "rstrip": token.get("rstrip", False),
-            "normalized": token.get("normalized", False),
-            "special": token.get("special", True),
-        }
+        {"id": token["id"], "content": name} | {key: token.get(key, FLAGS[key]) for key in FLAGS}
         for name, token in sorted(added.items(), key=lambda item: item[1]["id"])
     ]
     # The added ones have their ids in the vocabulary, too: an id may have a gap before it.

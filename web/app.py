@@ -166,14 +166,15 @@ def add_refusals(app: FastAPI) -> None:
     @app.post("/v1/chat/completions")
     def refused():
         """Any model's name is unknown."""
-        fix = "start it with one: python serve.py RUN --runs=FOLDER"
+        fix = "start it with one, python serve.py RUN"
         raise shapes.unknown_model(f"this server shows runs, and has no model: {fix}")
 
 
 def card_of(model: Model, service: Service) -> dict:
-    """A line of /v1/models. Paths of this machine stay here."""
+    """A line of /v1/models. parent: vLLM's, the base that an adapter belongs to."""
     base = service.catalog.base
-    return shapes.model_card(model.name, service.started, None if model.name == base else base)
+    card = {"id": model.name, "object": "model", "created": service.started, "owned_by": "mpt"}
+    return {**card, "root": model.name, "parent": None if model.name == base else base}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -185,11 +186,11 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError):
-        return answer(error)
+        return error.response
 
     @app.exception_handler(RequestValidationError)
     async def misunderstood(request: Request, error: RequestValidationError):
-        return answer(refusal(error.errors()))
+        return refusal(error.errors()).response
 
     @app.exception_handler(StarletteHTTPException)
     async def not_routed(request: Request, error: HTTPException):
@@ -199,28 +200,23 @@ def add_errors(app: FastAPI) -> None:
             405: f"{request.url.path[:100]} does not take {request.method}",
         }
         if error.status_code == 413:
-            return answer(too_large(request.scope["state"]["most_bytes"]))
+            return too_large(request.scope["state"]["most_bytes"]).response
         message = reasons.get(error.status_code, str(error.detail))
-        return answer(ApiError(error.status_code, message))
+        return ApiError(error.status_code, message).response
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception):
-        return answer(ApiError(500, "the server failed: its log says why"))
-
-
-def answer(error: ApiError) -> JSONResponse:
-    """The answer that is an error."""
-    return JSONResponse(error.body, error.status, headers=error.headers)
-
-
-def is_place(part: str) -> bool:
-    """Whether a part of pydantic's place is no name: where it was, or a type it might have had."""
-    return part in ("body", "query", "str", "int", "float") or "[" in part or "-" in part
+        return ApiError(500, "the server failed: its log says why").response
 
 
 def place_of(fault: dict) -> list[str]:
-    """The field that a fault is about, from outside to inside."""
-    return [str(part) for part in fault["loc"] if not is_place(str(part))]
+    """The field that a fault is about, from outside to inside, by pydantic.
+
+    Of its place are left out the body or query and the types that a value might have had.
+    """
+    no_names = ("body", "query", "str", "int", "float")
+    parts = [str(part) for part in fault["loc"]]
+    return [part for part in parts if part not in no_names and not set("[-") & set(part)]
 
 
 def refusal(faults: list[dict]) -> ApiError:

@@ -16,7 +16,6 @@ import json
 import math
 import random
 import sys
-import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from serving.constraint import Constraints
 from serving.engine import Engine, Event, LogProbs, Request
 from serving.sampling import Sampling
 from serving.stream import Text
-from serving.thread import EngineThread
+from serving.thread import SHUTTING_DOWN, EngineThread
 from text.chat import Template, checked_messages
 from text.tokenizer import Tokenizer
 from web import shapes
@@ -41,7 +40,6 @@ from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
 
 PING_SECONDS = 15  # a stream that waits says so: proxies close silent connections
-SHUTTING_DOWN = "the server is shutting down: try again later"
 
 
 @dataclass
@@ -59,7 +57,6 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
     queues: dict = field(default_factory=dict)  # Request of the engine -> the queue of its events
-    template_lock: threading.Lock = field(default_factory=threading.Lock)  # it has one process
     is_draining: bool = False
     chat_stops: list[str] = field(init=False)  # what the template writes behind an answer
     longest_token: int = field(init=False)  # in bytes
@@ -138,9 +135,10 @@ class Job:
     @property
     def usage(self) -> dict:
         """The tokens of all texts. A prompt counts once, however many texts continue it."""
-        n = self.body.n or 1
-        prompts = sum(request.text.n_prompt for request in self.requests[::n])
-        return shapes.usage(prompts, sum(request.text.drawn_tokens for request in self.requests))
+        n_prompt = sum(request.text.n_prompt for request in self.requests[:: self.body.n or 1])
+        n_new = sum(request.text.drawn_tokens for request in self.requests)
+        both = n_prompt + n_new
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": both}
 
 
 async def job_of(body: Generation, service: Service) -> Job:
@@ -225,8 +223,7 @@ def chat_texts(body: ChatRequest, service: Service, adapter: str, is_free: bool)
     messages = checked_messages([m.plain for m in body.messages], last=("user", "tool"))
     template = service.template
     spelled_out = [{**m, "content": template.spelled_out(m["content"])} for m in messages]
-    with service.template_lock:
-        prompt = template.text(spelled_out, add_generation_prompt=True)
+    prompt = template.text(spelled_out, add_generation_prompt=True)
     stops = [*body.stops, *(service.chat_stops if is_free else [])]
     return texts_of(prompt, body, service, adapter, body.most_tokens, stops, special_tokens=True)
 
@@ -240,18 +237,11 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
 
     seed = random.getrandbits(62) if body.seed is None else body.seed
 
+    model_cfg, most = service.engine.decoder.cfg, max_tokens or room
+    settings = stops, seed, adapter, special_tokens
+
     def text_of(prompt, repeat: int) -> Text:
-        return Text(
-            prompt,
-            service.tokenizer,
-            service.engine.decoder.cfg,
-            max_tokens or room,
-            stops,
-            seed,
-            adapter,
-            special_tokens,
-            repeat,
-        )
+        return Text(prompt, service.tokenizer, model_cfg, most, *settings, repeat)
 
     first = text_of(prompt, 0)
     if max_tokens is None:
@@ -393,10 +383,12 @@ class LogprobsOfText:
     def add(self, token: int, logprobs: LogProbs, tokenizer: Tokenizer) -> None:
         """Take in the next token."""
         spelling = tokenizer.decode_bytes([token])
-        others = [
-            (tokenizer.decode_bytes([token]), logprob) for token, logprob in logprobs.likeliest
+        likeliest = [
+            shapes.token_logprob(tokenizer.decode_bytes([other]), logprob)
+            for other, logprob in logprobs.likeliest
         ]
-        self.tokens.append(shapes.token_logprob(spelling, logprobs.of_token, others))
+        of_token = shapes.token_logprob(spelling, logprobs.of_token)
+        self.tokens.append({**of_token, "top_logprobs": likeliest})
         self.offsets.append(self.n_characters)
         self.n_characters += len(self.utf8.decode(spelling))
 
@@ -407,7 +399,7 @@ class LogprobsOfText:
         """
         n = sum(offset < n_characters for offset in self.offsets)
         if kind == "chat":
-            return shapes.chat_logprobs(self.tokens[:n])
+            return {"content": self.tokens[:n], "refusal": None}
         return shapes.text_logprobs(self.tokens[:n], self.offsets[:n])
 
     def take(self, event: Event, tokenizer: Tokenizer, kind: str) -> dict:

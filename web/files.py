@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
-from fastapi.responses import StreamingResponse
+from fastapi.responses import FileResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -30,13 +30,12 @@ from starlette.requests import ClientDisconnect
 from program import UserError, one_line
 from storage import files
 from text import chat, corpus
-from web.runs import as_json, is_folder, opened
+from web.runs import as_json, is_folder
 from web.shapes import ApiError
 
 MOST_FILES = 1000
 MOST_FAULTS = 100  # wrong lines that an answer names
 LONGEST_LINE = 2**20  # bytes
-LONGEST_REASON = 200  # characters
 LONGEST_NAME = 200
 CHECK_SECONDS = 300  # for reading all lines
 OLD_SECONDS = 3600  # after which a half-written upload belongs to a server that was killed
@@ -146,10 +145,10 @@ def check_lines(path: Path, template: chat.Template) -> int:
                 reason = f"{limit}: upload the lines in several files"
             if reason:
                 faults.append({"line": number, "reason": reason})
-            if len(faults) == MOST_FAULTS or template.fault or time.monotonic() > end:
+            if len(faults) == MOST_FAULTS or time.monotonic() > end:
                 break
     except UserError as error:  # the encoding
-        faults.append({"line": 1, "reason": shortened(error).replace(str(path), "the file")})
+        faults.append({"line": 1, "reason": one_line(error).replace(str(path), "the file")})
     if not n_lines and not faults:
         faults.append({"line": 1, "reason": "the file has no lines"})
     if faults:
@@ -163,14 +162,9 @@ def fault_of(line: bytes, template: chat.Template) -> str:
         return f"it has {len(line):,} bytes, more than {LONGEST_LINE:,}"
     try:
         chat.turns_of(corpus.parsed(line), template)
+        return ""
     except UserError as error:
-        return shortened(error)
-    return ""
-
-
-def shortened(error: Exception) -> str:
-    """An error's message in one line."""
-    return " ".join(str(error).split())[:LONGEST_REASON]
+        return one_line(error)
 
 
 def keep(upload: UploadFile, finetuning: Finetuning, template: chat.Template) -> str:
@@ -248,14 +242,13 @@ def add_listing(app: FastAPI, folder: Path) -> None:
         """What is known about a file."""
         return as_json(file_object(place(folder, file_id, "file")))
 
-    @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
+    @app.get("/v1/files/{file_id}/content", response_class=FileResponse)
     def content(file_id: str):
         """The file as it was uploaded."""
-        try:
-            file = opened(place(folder, file_id, "file") / "data.jsonl")
-        except (UserError, OSError) as error:
-            raise ApiError(404, f"the content of {file_id} is gone", code="not_found") from error
-        return StreamingResponse(blocks(file), media_type="application/jsonl")
+        path = place(folder, file_id, "file") / "data.jsonl"
+        if path.is_symlink() or not path.is_file():
+            raise ApiError(404, f"the content of {file_id} is gone", code="not_found")
+        return FileResponse(path, media_type="application/jsonl")
 
     @app.delete("/v1/files/{file_id}")
     def delete(file_id: str):
@@ -266,13 +259,6 @@ def add_listing(app: FastAPI, folder: Path) -> None:
             path.rename(temporary)
             shutil.rmtree(temporary, ignore_errors=True)
         return {"id": file_id, "object": "file", "deleted": True}
-
-
-def blocks(file):
-    """The content of a file in pieces. One that is deleted meanwhile is read to its end."""
-    with file:
-        while block := file.read(2**18):
-            yield block
 
 
 async def form_of(http: HttpRequest, stack: contextlib.AsyncExitStack):

@@ -139,14 +139,14 @@ class Guard:
             key_number = self.check(scope, headers)
             await self.app(scope, in_time(receive, body_seconds), send_with_id)
         except ApiError as error:
-            await send_error(error, send_with_id)
+            await error.response(scope, receive, send_with_id)
         except TooSlow:
             limit = f"the body took more than {body_seconds} s: send it faster"
-            await send_error(ApiError(408, limit), send_with_id)
+            await ApiError(408, limit).response(scope, receive, send_with_id)
         except asyncio.CancelledError:  # by the clock above, or a second signal
             if status == 499:  # else the connection closes in the middle of the answer
                 ended = "the server has ended this request: try again later"
-                await send_error(ApiError(503, ended), send_with_id)
+                await ApiError(503, ended).response(scope, receive, send_with_id)
         finally:
             end.cancel()
             self.n_open -= is_counted
@@ -260,12 +260,3 @@ async def within(seconds: float, awaitable):
 def too_large(most_bytes: int) -> ApiError:
     """The answer to a body beyond the limit."""
     return ApiError(413, f"the body is larger than {most_bytes:,} bytes: send less at once")
-
-
-async def send_error(error: ApiError, send) -> None:
-    """Send an answer that is an error."""
-    body = json.dumps(error.body).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body))}
-    pairs = [(k.lower().encode(), v.encode()) for k, v in (headers | error.headers).items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})

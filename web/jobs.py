@@ -43,14 +43,14 @@ from lifecycle import runlog
 from program import UserError, one_line
 from storage import files
 from web.files import META, Finetuning, created_at, ids_in, new_id, on_disk, page_of, place
-from web.runs import as_json
+from web.runs import Runs, as_json
 from web.shapes import ApiError, NotSupported, Number
 
 MOST_JOBS = 4  # of a key, waiting or running
 FEWEST_LINES = 2  # one to learn, one held out
-MOST_KNOWN = 16  # trainings whose metrics stay in memory
-SHOWN = ("step", "loss", "val_loss", "seconds")  # columns of metrics
 Limit = Annotated[int, Query(ge=1, le=1000)]
+ShortText = Annotated[str, Field(max_length=64)]
+LongText = Annotated[str, Field(max_length=512)]
 ENDED = ("succeeded", "failed", "cancelled")
 ASKED = {  # the fields of job.json
     "model": str,
@@ -189,16 +189,7 @@ class JobRequest(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     hyperparameters: Hyperparameters | None = None
     method: Method | None = None
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=64)],
-                Annotated[str, Field(max_length=512)],
-            ],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Annotated[dict[ShortText, LongText], Field(max_length=16)] | None = None
     integrations: NotSupported = None
 
     @property
@@ -218,12 +209,15 @@ def add_jobs(app: FastAPI, service) -> None:
     finetuning = service.finetuning
     folder = finetuning.folder / "jobs"
     one_at_a_time = threading.Lock()  # so that the jobs of a key are counted right
-    metrics = Metrics()
+    runs = Runs({})  # clients ask every second: what is new in a file is read
 
     def shown(job: Job) -> dict:
-        if status_of(job)["status"] == "succeeded":
-            list_model(service.catalog, job)
-        return job_object(job, metrics)
+        found, catalog = job_object(job, runs), service.catalog
+        name = found["fine_tuned_model"]
+        if name and name not in catalog.models and name not in catalog.unloaded:
+            with contextlib.suppress(OSError):
+                catalog.scan()  # now, and not seconds later
+        return found
 
     @app.post("/v1/fine_tuning/jobs")
     def create(body: JobRequest, http: HttpRequest):
@@ -232,7 +226,7 @@ def add_jobs(app: FastAPI, service) -> None:
         owner = http.scope["state"].get("owner", "")
         with on_disk(), one_at_a_time:
             require_few(folder, owner)
-            return as_json(job_object(new_job(body, finetuning, owner), metrics))
+            return as_json(job_object(new_job(body, finetuning, owner), runs))
 
     @app.get("/v1/fine_tuning/jobs")
     def listed(after: str | None = None, limit: Limit = 20):
@@ -258,26 +252,26 @@ def add_jobs(app: FastAPI, service) -> None:
             if status != "cancelled":
                 (job.folder / "cancel").touch()
                 job.add_event("The job is cancelled by request")
-            return as_json(job_object(job, metrics))
+            return as_json(job_object(job, runs))
 
-    add_history(app, folder, metrics)
+    add_history(app, folder, runs)
 
 
-def add_history(app: FastAPI, folder: Path, metrics: "Metrics") -> None:
+def add_history(app: FastAPI, folder: Path, runs: Runs) -> None:
     """The endpoints about what a job has done."""
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/events")
     def events(job_id: str, after: str | None = None, limit: Limit = 20):
         """What has happened, the newest first: messages, and the losses of steps."""
         with on_disk():
-            found = events_of(Job(place(folder, job_id, "ftjob")), metrics)
+            found = events_of(Job(place(folder, job_id, "ftjob")), runs)
             return as_json(page_of(found[::-1], after, limit))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
     def checkpoints(job_id: str, after: str | None = None, limit: Limit = 10):
         """The checkpoints that are kept, the newest first. The last one has the job's model."""
         with on_disk():
-            found = checkpoints_of(Job(place(folder, job_id, "ftjob")), metrics)
+            found = checkpoints_of(Job(place(folder, job_id, "ftjob")), runs)
             return as_json(page_of(found[::-1], after, limit))
 
 
@@ -343,14 +337,6 @@ def new_job(body: JobRequest, finetuning: Finetuning, owner: str) -> Job:
     return Job(folder / name)
 
 
-def list_model(catalog, job: Job) -> None:
-    """Let the catalog find the model of a job that has succeeded now, and not seconds later."""
-    with contextlib.suppress(UserError, OSError):
-        name = job.asked["fine_tuned_model"]
-        if name not in catalog.models and name not in catalog.unloaded:
-            catalog.scan()
-
-
 # --------------------------------------------------------------------------------------------------
 # Answers
 
@@ -371,7 +357,7 @@ def status_of(job: Job) -> dict:
     return state
 
 
-def job_object(job: Job, metrics: "Metrics") -> dict:
+def job_object(job: Job, runs: Runs) -> dict:
     """A job as OpenAI's API shows it. Of a damaged one, what is left."""
     state = status_of(job)
     nothing = dict.fromkeys(("suffix", "validation_file", "metadata"))
@@ -385,7 +371,7 @@ def job_object(job: Job, metrics: "Metrics") -> dict:
         "object": "fine_tuning.job",
         "created_at": job.created_at,
         "finished_at": state.get("finished_at") if status in ENDED else None,
-        "estimated_finish": estimated_finish(job, metrics) if status == "running" else None,
+        "estimated_finish": estimated_finish(job, runs) if status == "running" else None,
         "model": asked["model"],
         "fine_tuned_model": asked["fine_tuned_model"] if status == "succeeded" else None,
         "organization_id": "mpt",
@@ -403,45 +389,18 @@ def job_object(job: Job, metrics: "Metrics") -> dict:
     }
 
 
-class Metrics:
-    """The metrics of trainings. Clients ask every second: only what is new in a file is read."""
-
-    def __init__(self):
-        self.known = {}  # run folder -> (files.Tail, rows), the last one asked for last
-        self.lock = threading.Lock()
-
-    def of(self, job: Job) -> tuple[list[dict], int]:
-        """The rows of a job's training, and the number of its steps; nothing before it begins."""
-        with contextlib.suppress(UserError, OSError):
-            n_steps = runlog.read_settings(job.run_dir)["max_steps"]
-            with self.lock:
-                return self.rows(job.run_dir), n_steps
-        return [], 0
-
-    def rows(self, run_dir: Path) -> list[dict]:
-        """The rows of a run, of each the columns that are shown. A restart replaces the file."""
-        tail, rows = self.known.pop(run_dir, (files.Tail(run_dir / "metrics.jsonl"), []))
-        is_another, lines = tail.read()
-        new = filter(None, map(row_in, lines.splitlines()))
-        rows = [*new] if is_another else [*rows, *new]
-        self.known[run_dir] = tail, rows
-        while len(self.known) > MOST_KNOWN:
-            self.known.pop(next(iter(self.known)))
-        return rows
+def metrics_of(job: Job, runs: Runs) -> tuple[list[dict], int]:
+    """The rows of a job's training, and the number of its steps; nothing before it begins."""
+    with contextlib.suppress(UserError, OSError):
+        n_steps = runlog.read_settings(job.run_dir)["max_steps"]
+        with runs.curve_lock:
+            return runs.read(job.run_dir).rows(), n_steps
+    return [], 0
 
 
-def row_in(line: bytes) -> dict | None:
-    """The columns of a line of metrics that are shown here; None if it is damaged."""
-    with contextlib.suppress(UserError):
-        row = files.parse_json(line, "a line", fields={"step": int})
-        if not runlog.fault(row):
-            return {name: row[name] for name in SHOWN if name in row}
-    return None
-
-
-def estimated_finish(job: Job, metrics: Metrics) -> int | None:
+def estimated_finish(job: Job, runs: Runs) -> int | None:
     """When a training will end, in Unix seconds; None if that is not known yet."""
-    rows, n_steps = metrics.of(job)
+    rows, n_steps = metrics_of(job, runs)
     seconds = [row["seconds"] for row in rows[-100:] if "seconds" in row]
     if not seconds:
         return None
@@ -449,9 +408,9 @@ def estimated_finish(job: Job, metrics: Metrics) -> int | None:
     return int(time.time() + left) if math.isfinite(left) else None
 
 
-def events_of(job: Job, metrics: Metrics) -> list[dict]:
+def events_of(job: Job, runs: Runs) -> list[dict]:
     """All events of a job, oldest first: the lines of events.jsonl, and a row of metrics each."""
-    timed = metric_events(job, metrics)
+    timed = metric_events(job, runs)
     fields = {"created_at": float, "level": str, "message": str}
     with contextlib.suppress(UserError, OSError):
         rows, _ = files.read_json_lines(job.folder / "events.jsonl", fields, appended=True)
@@ -471,11 +430,11 @@ def events_of(job: Job, metrics: Metrics) -> list[dict]:
     ]
 
 
-def metric_events(job: Job, metrics: Metrics) -> list[tuple[float, dict]]:
+def metric_events(job: Job, runs: Runs) -> list[tuple[float, dict]]:
     """(Unix seconds, event) of each row of metrics. Rows have no time: their steps' seconds add up
     from the time at which the training was started.
     """
-    rows, n_steps = metrics.of(job)
+    rows, n_steps = metrics_of(job, runs)
     starts = {}
     with contextlib.suppress(UserError, OSError):
         launches = runlog.read_launches(job.run_dir)
@@ -507,9 +466,9 @@ def unix_seconds(text) -> float:
         return 0.0
 
 
-def checkpoints_of(job: Job, metrics: Metrics) -> list[dict]:
+def checkpoints_of(job: Job, runs: Runs) -> list[dict]:
     """The checkpoints of a job, oldest first."""
-    rows, n_steps = metrics.of(job)
+    rows, n_steps = metrics_of(job, runs)
     found = []
     with contextlib.suppress(UserError, OSError):
         name = job.asked["fine_tuned_model"]

@@ -6,9 +6,9 @@
     GET /api/runs/NAME/card              the model card (weights/card.py)
     GET /api/evaluations                 the scores of all runs, task by task
 
-There may be hundreds of runs of millions of rows. The list reads the last 64 KB of a file, and
+There may be hundreds of runs of millions of rows. The list reads the last megabyte of a file, and
 nothing of a file that has not changed. A curve's file is read once, from where the reading before
-ended (`Columns`): 24 bytes stay in memory for a row, and the runs that were asked for least
+ended (`Columns`): 32 bytes stay in memory for a row, and the runs that were asked for least
 recently are forgotten. Its points keep the minima and maxima of the rows between them.
 
 A name is a path below a root, at most three folders deep. Links are not followed.
@@ -35,8 +35,6 @@ from fastapi import FastAPI, Query
 from fastapi.responses import HTMLResponse, Response
 
 import config
-import program
-from config import MPTConfig, TrainConfig
 from lifecycle import lease, plot, runlog
 from program import UserError, require
 from storage import files
@@ -45,13 +43,13 @@ from weights import card
 
 DEPTH = 3  # of folders below a root
 MARKS = ("metrics.jsonl", "launches.jsonl", "lease.json", "checkpoints")  # of a run folder
-TAIL_BYTES = 2**16  # of metrics.jsonl, in which the last rows are looked for
-MORE_BYTES = 2**20  # in which an evaluation is looked for if it is not there
+TAIL_BYTES = 2**20  # of metrics.jsonl, in which the last rows are looked for
 CHUNK = 2**20  # bytes that are read at once
 READ_SECONDS = 2.0  # for one answer; a curve that takes longer comes in parts
 MOST_ROWS = 4_000_000  # in memory, of all runs together, unless a single run has more
 MOST_POINTS = 5000
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+READ = (*CURVES, "seconds")
 
 
 def add_runs(app: FastAPI, folders: dict[str, Path | str]) -> None:
@@ -152,20 +150,17 @@ class Runs:
         columns = self.columns.get(folder)
         if columns and not line["problem"]:
             line["problem"] = columns.problem
-        if printable != name:
-            line |= {"state": "damaged", "problem": "its folder has no printable name: rename it"}
         return line
 
     def folder(self, name: str) -> Path:
         """The folder of a run. ApiError unless there is one, below one of the roots."""
-        unknown = ApiError(404, f"there is no run {name[:100]!r}", param="name")
         prefix, _, rest = name.partition("/")
         # Of runs with the same name the first one in the list counts.
         for root, inner in ((self.roots.get(""), name), (self.roots.get(prefix), rest)):
             folder = inside(root, inner) if root and prefix else None
             if folder:
                 return folder
-        raise unknown
+        raise ApiError(404, f"there is no run {name[:100]!r}", param="name")
 
     def curve(self, name: str, column: str, points: int, after: int) -> dict:
         """A column of a run: x, low, mean, high and more. ApiError if there is none."""
@@ -199,18 +194,16 @@ class Runs:
     def about(self, name: str) -> dict:
         """Settings, launches and evaluation of a run."""
         folder = self.folder(name)
-        problems = []
-        settings, launches = {}, []
-        with noted(problems):
-            settings = settings_of(folder)
-        with noted(problems):
+        launches, problem = [], None
+        try:
             launches = card.launches_of(folder)
+        except (UserError, OSError) as error:
+            problem = words_of(error)
         with self.list_lock:
             line = self.line(name, folder)
-            evaluation = self.summaries[folder].evaluation()
-        problem = line["problem"] or "; ".join(problems) or None
-        about = {"name": name, "settings": settings, "launches": launches}
-        return about | {"evaluation": evaluation, "problem": problem}
+            summary = self.summaries[folder]
+            about = {"settings": summary.settings, "evaluation": summary.evaluation()}
+        return {"name": name, "launches": launches, "problem": line["problem"] or problem, **about}
 
     def card(self, name: str) -> str:
         """The model card of a run. ApiError if it has no settings."""
@@ -236,15 +229,6 @@ class Runs:
 
 
 NO_POINTS = {"x": [], "y": []}
-
-
-@contextlib.contextmanager
-def noted(problems: list[str]):
-    """Add to `problems` what cannot be read in this block."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        problems.append(words_of(error))
 
 
 def words_of(error: Exception) -> str:
@@ -317,12 +301,6 @@ def require_no_link(path: Path) -> None:
     require(not path.is_symlink(), f"{path.name} is a link, which is not followed here")
 
 
-def opened(path: Path):
-    """Open a file for reading bytes. UserError for a link, and what is no file."""
-    require_no_link(path)
-    return files.open_regular(path)
-
-
 def settings_of(folder: Path) -> dict:
     """config.json of a run. UserError if it is damaged, OSError if it is not there."""
     return config.renamed(files.parse_json(card.content_of(folder / "config.json"), "config.json"))
@@ -335,10 +313,8 @@ def is_held(folder: Path) -> bool:
     """
     path = folder / "lease.json"
     try:
-        if path.is_symlink() or os.lstat(path).st_size > TAIL_BYTES:
-            return False
-        owner = lease.read_lease(path)
         age = time.time() - os.lstat(path).st_mtime
+        owner = None if path.is_symlink() else lease.read_lease(path)
     except OSError:
         return False
     if not owner or age > 3 * lease.BEAT:
@@ -368,7 +344,6 @@ class Summary:
     folder: Path
     stamps: dict = field(default_factory=dict)  # file -> its state when it was read
     settings: dict = field(default_factory=dict)
-    strange: str | None = None  # settings that are not known here, in words
     rows: dict = field(default_factory=dict)  # kind of row -> the last one of metrics.jsonl
     problems: dict = field(default_factory=dict)  # file -> what is wrong with it
     results: dict = field(default_factory=dict)  # file of results -> {task: score}
@@ -408,27 +383,21 @@ class Summary:
 
     def read_settings(self) -> None:
         """Read config.json."""
-        self.settings, self.strange = {}, None
+        self.settings = {}
         self.settings = settings_of(self.folder)
-        self.strange = strange_settings(self.settings)
 
     def read_tail(self) -> None:
         """Find the last row of each kind. UserError if there are lines, and no row among them."""
         self.rows = {}
-        with opened(self.folder / "metrics.jsonl") as file:
-            size = os.fstat(file.fileno()).st_size
+        path = self.folder / "metrics.jsonl"
+        require_no_link(path)
+        with files.open_regular(path) as file:
             first, _ = parsed(file.readline(TAIL_BYTES))
-            lines = last_lines(file, size, TAIL_BYTES)
-            self.rows = {key: last_row(lines, key) for key in ("loss", "val_loss", "icl")}
-            wanted = [key for key, name in EVALUATED.items() if self.settings.get(name)]
-            lacks = [key for key in wanted if not self.rows[key]]
-            if lacks and size > TAIL_BYTES:
-                lines = last_lines(file, size, MORE_BYTES)
-                self.rows |= {key: last_row(lines, key) for key in lacks}
-        has_row = any(self.rows.values())
-        self.rows["first"] = first
-        self.rows = {key: row for key, row in self.rows.items() if row}
+            lines = last_lines(file)
+        rows = {key: last_row(lines, key) for key in ("loss", "val_loss", "icl")}
+        has_row = any(rows.values())
         require(has_row or not lines.strip(), "metrics.jsonl is damaged (no row can be read)")
+        self.rows = {key: row for key, row in (rows | {"first": first}).items() if row}
 
     def state(self, step: int, max_steps) -> tuple[str, str | None]:
         """(state, problem) of the run."""
@@ -438,13 +407,10 @@ class Summary:
         names = names_in(self.folder)
         if names is None:
             return "damaged", "the folder cannot be read: give yourself the permission"
-        is_run = not names.isdisjoint(MARKS)
-        if is_run and is_held(self.folder):
-            return "running", self.strange
-        if not is_run:
+        if names.isdisjoint(MARKS):
             return "empty", "no run of this project" if names else "the folder is empty"
-        if self.strange:
-            return "newer", self.strange
+        if is_held(self.folder):
+            return "running", None
         if not self.rows:
             words = "weights that were imported, and not trained here"
             is_imported = "checkpoints" in names and not self.settings
@@ -481,9 +447,6 @@ class Summary:
         self.results[name] = card.results_of(self.folder / name)
 
 
-EVALUATED = {"val_loss": "eval_interval", "icl": "icl_interval"}  # kind of row -> its setting
-
-
 def names_in(folder: Path) -> set[str] | None:
     """The names in a folder, None if it cannot be read."""
     try:
@@ -492,19 +455,10 @@ def names_in(folder: Path) -> set[str] | None:
         return None
 
 
-def strange_settings(settings: dict) -> str | None:
-    """Which settings this version does not know, in words; None if it knows all."""
-    known = program.types_of(MPTConfig, TrainConfig).keys() | config.OTHER_SAVED_KEYS
-    strange = [files.shown(key) for key in settings if key not in known]
-    if not strange:
-        return None
-    named = ", ".join(strange[:3]) + ", ..." * (len(strange) > 3)
-    return f"a newer version wrote it: {named} is not known here"
-
-
-def last_lines(file, size: int, n_bytes: int) -> bytes:
+def last_lines(file) -> bytes:
     """The complete lines in the last bytes of a file."""
-    begin = max(0, size - n_bytes)
+    size = os.fstat(file.fileno()).st_size
+    begin = max(0, size - TAIL_BYTES)
     file.seek(begin)
     content = file.read(size - begin)
     first = content.find(b"\n") + 1 if begin else 0
@@ -557,7 +511,7 @@ class Columns:
     def clear(self) -> None:
         """Forget all rows."""
         self.steps = array("q")
-        self.values = {name: array("f") for name in CURVES}  # NaN where a row has none
+        self.values = {name: array("f") for name in READ}  # NaN where a row has none
         self.vals = []  # (step, validation loss)
         self.n_bad, self.first_bad = 0, ""  # lines that are damaged, and what is wrong with one
 
@@ -600,18 +554,26 @@ class Columns:
             self.first_bad = self.first_bad or fault
         if "loss" in row:
             self.steps.append(row["step"])
-            for name in CURVES:
+            for name in READ:
                 value = row.get(name)
                 self.values[name].append(math.nan if value is None else value)
         if "val_loss" in row:
             self.vals.append((row["step"], row["val_loss"]))
 
+    def rows(self) -> list[dict]:
+        """Step, loss and seconds of each step; behind it its validation."""
+        losses, seconds = self.values["loss"], self.values["seconds"]
+        rows = [
+            {"step": step, "loss": float(f"{loss:.7g}"), "seconds": taken}
+            for step, loss, taken in zip(self.steps, losses, seconds, strict=True)
+        ]
+        rows += [{"step": step, "val_loss": loss} for step, loss in self.vals]
+        return sorted(rows, key=lambda row: row["step"])
+
     def curve(self, column: str, points: int, after: int) -> dict:
         """x, low, mean and high of the steps after one."""
-        steps = np.array(self.steps)
-        names = ("x", "low", "mean", "high")
-        found = plot.envelope(steps, self.values[column], points, after)
-        return dict(zip(names, found, strict=True))
+        found = plot.envelope(np.array(self.steps), self.values[column], points, after)
+        return dict(zip(("x", "low", "mean", "high"), found, strict=True))
 
     def record(self, scores: dict) -> card.Record:
         """What a card needs."""

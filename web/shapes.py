@@ -12,6 +12,7 @@ import time
 import uuid
 from typing import Annotated, Any, Literal, TypeVar
 
+from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST_TEXTS = 128  # of one request
@@ -44,6 +45,11 @@ class ApiError(Exception):
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         values = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": values | self.more}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 def unknown_model(message: str) -> ApiError:
@@ -215,28 +221,11 @@ def head(kind: str, model: str) -> dict:
     }
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict:
-    """The tokens of an answer."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def model_card(name: str, created: int, parent: str | None) -> dict:
-    """A line of /v1/models. parent: vLLM's, the base that an adapter belongs to."""
-    card = {"id": name, "object": "model", "created": created, "owned_by": "mpt"}
-    return {**card, "root": name, "parent": parent}
-
-
-def chat_logprobs(tokens: list[dict]) -> dict:
-    """The log-probabilities of an answer's tokens, which `token_logprob` has made."""
-    return {"content": tokens, "refusal": None}
-
-
 def text_logprobs(tokens: list[dict], offsets: list[int]) -> dict:
-    """The same in the older shape of completions. offsets: where in the text each token begins."""
+    """The log-probabilities of tokens (`LogprobsOfText.tokens`) in the shape of completions.
+
+    offsets: where in the text each token begins.
+    """
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
@@ -248,13 +237,7 @@ def text_logprobs(tokens: list[dict], offsets: list[int]) -> dict:
     }
 
 
-def token_logprob(spelling: bytes, logprob: float, likeliest: list[tuple[bytes, float]]) -> dict:
-    """A token with its log-probability and the likeliest ones in its place."""
-    of_token = as_json(spelling, logprob)
-    return {**of_token, "top_logprobs": [as_json(*other) for other in likeliest]}
-
-
-def as_json(spelling: bytes, logprob: float) -> dict:
+def token_logprob(spelling: bytes, logprob: float) -> dict:
     """A token as text and bytes. JSON has no -inf, no NaN: -9999, as in OpenAI's answers."""
     text = spelling.decode("utf-8", "replace")
     return {"token": text, "logprob": max(-9999.0, logprob), "bytes": list(spelling)}

@@ -105,8 +105,8 @@ class Local:
             return GONE
         statuses = [process.poll() for process in self.ranks[job.id]]
         if None not in statuses:
-            failed = [status for status in statuses if status]
-            return min(failed, key=urgency) if failed else 0
+            told = [status for status in (USER_ERROR, RESUME_ME) if status in statuses]
+            return told[0] if told else max(statuses, key=abs)
         if any(statuses):
             self.ends.setdefault(job.id, time.monotonic())
         if time.monotonic() - self.ends.get(job.id, time.monotonic()) > END_SECONDS:
@@ -129,11 +129,6 @@ class Local:
         """Send a signal to all ranks."""
         for process in self.ranks.get(job.id, []):
             process.send_signal(number)
-
-
-def urgency(status: int) -> int:
-    """Which of the exit statuses of several ranks counts: the lowest."""
-    return {2: 0, 75: 1}.get(status, 2)
 
 
 def pids_left(job: Job) -> list[int]:
@@ -326,12 +321,10 @@ class WorkerSettings:
 
     def check(self) -> None:
         """UserError for values out of range."""
-        for name in ("nproc", "most"):
-            require(getattr(self, name) >= 1, f"{name} must be 1 or more: set --{name}=1")
-        require(self.most_hours > 0, "most_hours must be above 0: set --most_hours=24")
+        for name in ("nproc", "most", "most_hours", "poll_seconds"):
+            require(getattr(self, name) > 0, f"{name} must be above 0: set --{name}=1")
         fix = "add --slurm, or leave out --sbatch_args"
         require(self.slurm or not self.sbatch_args, f"--sbatch_args is for SLURM: {fix}")
-        require(self.poll_seconds > 0, "poll_seconds must be above 0: set --poll_seconds=1")
 
 
 class Worker:

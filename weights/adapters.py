@@ -6,8 +6,6 @@
 
 `of_run` reads those of a run, `check_fits` compares them with a model. `load.with_adapter` puts
 them on their base.
-
-Run `python -m weights.adapters runs/my-lora` to see which layers have one, and how large each is.
 """
 
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ import torch
 import checkpoint
 import lora
 from config import MPTConfig, TrainConfig
-from program import arguments, require, run
+from program import require
 from storage.checkpoint_files import read_metadata, require_weights
 
 
@@ -72,20 +70,3 @@ def check_fits(adapter: Adapter, cfg: MPTConfig, base) -> None:
         wanted = (adapter.rank, n_in) if factor == "lora_A" else (n_out, adapter.rank)
         shape = tuple(tensor.shape)
         require(shape == wanted, f"{other}: {name} is {shape}, but {wanted} would fit")
-
-
-def demonstrate(argv) -> None:
-    """Print the adapters of a run: the shapes of A and B, and the norm of the product B A."""
-    (path,) = arguments(argv, "RUN")
-    adapter = of_run(path)
-    print(f"{path}: rank {adapter.rank}, factor {adapter.scale:g}, on {adapter.base}")
-    for name, a in adapter.tensors.items():
-        if not name.endswith(".lora_A"):
-            continue
-        layer = name.removesuffix(".lora_A")
-        b = adapter.tensors[f"{layer}.lora_B"]
-        print(f"  {layer:38} A {tuple(a.shape)}, B {tuple(b.shape)}, |BA| {(b @ a).norm():.4g}")
-
-
-if __name__ == "__main__":
-    run(demonstrate)

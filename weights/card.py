@@ -32,6 +32,7 @@ WIDTH, HEIGHT = 760, 300  # of the picture
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 26, 34  # its margins
 # Settings that name places on the machine where the run was, or change nothing in the model.
 NO_FACTS = "run_dir data_dir data_cache data_cache_gb remote track expect timeout_minutes".split()
+SHAPE = ("n_layers", "d_model", "n_heads")
 NO_RESULTS = {"config.json", "lease.json", "tokenizer.json", "microbatch.json"}
 LARGEST = 2**24  # bytes of a file that is read here
 MEASURES = {"foundry": "accuracy", "acc": "accuracy", "nats_per_token": "nats per token"}
@@ -194,10 +195,7 @@ def content_of(path: Path) -> bytes:
 
 
 def settings_of(run_dir: Path) -> dict:
-    """The settings of a run: its config.json, or of imported weights those of the checkpoint.
-
-    UserError if there are none, or they are damaged.
-    """
+    """The settings of a run, if imported of its checkpoint. UserError if there are none."""
     path = Path(run_dir) / "config.json"
     newest = checkpoint.latest(run_dir)
     if not path.exists() and newest:
@@ -288,7 +286,7 @@ def facts(settings: dict, record: Record, step: int | None) -> list[tuple]:
     """What was trained, and what came of it."""
     x, _, mean, _ = record.train
     rows = [
-        ("Layers, width, heads", " · ".join(map(shown, of(settings, "n_layers d_model n_heads")))),
+        ("Layers, width, heads", " · ".join(shown(settings.get(name)) for name in SHAPE)),
         ("Context", f"{shown(settings.get('max_seq_len'))} tokens"),
     ]
     if step is not None:
@@ -304,17 +302,12 @@ def facts(settings: dict, record: Record, step: int | None) -> list[tuple]:
     return rows
 
 
-def of(settings: dict, names: str) -> list:
-    """The values of some settings."""
-    return [settings.get(name) for name in names.split()]
-
-
 def shown(value) -> str:
     """A setting as text. Of a path that begins at the root, only the end. No setting is nested."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not set"}[value]
     if isinstance(value, int) and abs(value) < 10**300:  # a larger one is no float
-        return f"{value:,}" if abs(value) < 10**15 else f"{value:.4g}"
+        return str(value) if abs(value) < 10**15 else f"{value:.4g}"
     if isinstance(value, list):
         parts = ["..." if isinstance(part, list) else shown(part) for part in value]
         return "; ".join(parts)[:1000]
@@ -324,11 +317,6 @@ def shown(value) -> str:
         words = [last_part(word) if word.startswith("/") else word for word in value.split(" ")]
         return " ".join(words)[:500]
     return f"{value:g}" if isinstance(value, float) else str(value)[:500]
-
-
-def typed(value) -> str:
-    """A setting as text, its numbers as a user types them."""
-    return str(value) if files.has_type(value, int) else shown(value)
 
 
 def base_table(settings: dict, meta: dict) -> Html:
@@ -378,39 +366,28 @@ def score_table(scores: dict) -> Html:
 def machine_table(launches: list[dict], record: Record) -> Html:
     """The devices, versions and speed."""
     rows = []
-    for launch in launches:
-        ranks, device = launch.get("ranks"), launch.get("device")
-        ends = [launch.get(name) for name in ("cuda", "rocm")]
-        platform = [
-            f"{name} {end}" for name, end in zip(("CUDA", "ROCm"), ends, strict=True) if end
-        ]
-        versions = ", ".join([f"torch {shown(launch.get('torch'))}", *platform])
-        where = f"{shown(ranks)} × {shown(device)}"
-        row = where, shown(launch.get("precision")), versions, shown(launch.get("time"))
+    for launch in launches[-20:]:
+        libraries = {"torch": "torch", "cuda": "CUDA", "rocm": "ROCm"}
+        versions = [f"{libraries[key]} {launch[key]}" for key in libraries if launch.get(key)]
+        where = f"{shown(launch.get('ranks'))} × {shown(launch.get('device'))}"
+        row = where, shown(launch.get("precision")), ", ".join(versions), shown(launch.get("time"))
         rows.append((f"from step {launch.get('first_step', 0):,}", *row))
-    speed = []
+    speed = Html("")
     if record.tokens_per_second is not None:
         mfu = "" if record.mfu is None else f", MFU {record.mfu:.1%}"
-        words = f"{record.tokens_per_second:,.0f} tokens/s{mfu} (medians of the steps)"
-        speed = [tag("p", words)]
-    if not rows and not speed:
-        return Html("")
+        speed = tag("p", f"{record.tokens_per_second:,.0f} tokens/s{mfu} (medians of the steps)")
     head = ("Launch", "Ranks × device", "Precision", "Versions", "Time")
-    return Html("".join([*speed, table(rows[-20:], head) if rows else ""]))
+    return Html(speed + (table(rows, head) if rows else ""))
 
 
 def settings_tables(settings: dict) -> list[Html]:
     """The settings that are not as by default, then all."""
     usual = vars(MPTConfig()) | vars(TrainConfig())
-    rows = [(key, typed(value)) for key, value in settings.items() if key not in NO_FACTS]
-    changed = [(key, text) for key, text in rows if settings[key] != usual.get(key)]
+    rows = [(key, shown(value)) for key, value in settings.items() if key not in NO_FACTS]
+    changed = [row for row in rows if settings[row[0]] != usual.get(row[0])]
     rest = [row for row in rows if row not in changed]
-    others = (
-        tag("details", tag("summary", "Settings left at their default"), table(rest))
-        if rest
-        else ""
-    )
-    return [table(changed) if changed else "", others]
+    others = tag("details", tag("summary", "Settings left at their default"), table(rest))
+    return [table(changed) if changed else "", others if rest else ""]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -426,23 +403,28 @@ def picture(record: Record, restarts: list[tuple[int, str]]) -> Html:
     axes = Axes(max([*x, *val_x, 1]), min([*low, *val_y]), max([*high, *val_y]))
     parts = [tag("title", "Loss over the steps of training"), *axes.drawn()]
     for step, label in restarts[:100]:
-        place = f"{axes.across(step):.1f}"
+        place = axes.across(step)
         title = tag("title", f"restart after step {step:,}: {label}")
-        ends = {"x1": place, "x2": place, "y1": TOP, "y2": HEIGHT - BOTTOM}
-        parts.append(tag("line", title, class_="restart", **ends))
+        parts.append(line("restart", place, TOP, place, HEIGHT - BOTTOM, title))
     if x:
         around = f"{axes.points(x, high)} {axes.points(x[::-1], low[::-1])}"
         parts.append(tag("polygon", class_="between", points=around))
         parts.append(tag("polyline", class_="train", points=axes.points(x, mean)))
     parts.append(tag("polyline", class_="val", points=axes.points(val_x, val_y)))
     for step, value in zip(val_x, val_y, strict=True):
-        spot = {"cx": f"{axes.across(step):.1f}", "cy": f"{axes.up(value):.1f}"}
-        parts.append(tag("circle", class_="dot", r=2, **spot))
+        cx, cy = f"{axes.across(step):.1f}", f"{axes.up(value):.1f}"
+        parts.append(tag("circle", class_="dot", r=2, cx=cx, cy=cy))
     parts.append(tag("text", "training", x=LEFT, y=14, class_="of-train"))
     if val_x:
         parts.append(tag("text", "validation", x=LEFT + 70, y=14, class_="of-val"))
     box = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "aria-label": "Loss curve"}
     return tag("svg", *parts, **box)
+
+
+def line(class_: str, x1: float, y1: float, x2: float, y2: float, *children) -> Html:
+    """A line of the picture."""
+    ends = {"x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}"}
+    return tag("line", *children, class_=class_, **ends)
 
 
 @dataclass(frozen=True)
@@ -473,8 +455,7 @@ class Axes:
         for i, anchor in enumerate(["start", "middle", "middle", "middle", "end"]):
             value = self.bottom + (self.top - self.bottom) * i / 4
             height = self.up(value)
-            ends = {"x1": LEFT, "x2": WIDTH - RIGHT, "y1": f"{height:.1f}", "y2": f"{height:.1f}"}
-            parts.append(tag("line", class_="axis", **ends))
+            parts.append(line("axis", LEFT, height, WIDTH - RIGHT, height))
             spot = {"x": LEFT - 6, "y": f"{height + 4:.1f}", "text-anchor": "end"}
             parts.append(tag("text", f"{value:.4g}", **spot))
             step = round(self.right * i / 4)
@@ -488,10 +469,7 @@ class Axes:
 
 
 def write_beside(folder: Path, path: Path) -> None:
-    """Write the card of a checkpoint's run into the folder of its exported weights.
-
-    Not if the run has no settings: a checkpoint may have been copied without its run.
-    """
+    """Write the card of a checkpoint's run beside its exported weights, if the run is there."""
     run_dir = path.absolute().parent.parent
     with suppress(UserError):
         text = page(run_dir, run_dir.name, record_of(run_dir), checkpoint.number(path))

@@ -106,10 +106,7 @@ def load_into(model: MPT, path) -> None:
 
 
 def settings_of(path) -> MPTConfig:
-    """The settings of the model in a Hugging Face folder or a Composer checkpoint.
-
-    Raises UserError if there are no weights, or if this project cannot hold the model.
-    """
+    """The settings of a Hugging Face folder or Composer file. UserError if we lack some."""
     path = Path(path)
     weight_files(path)  # first: is there anything at all
     settings, source = foreign_settings(path)

@@ -21,9 +21,6 @@
 Weights have the same names everywhere (`transformer.blocks.0.attn.Wqkv.weight`), so there is no
 table of names. `check_format` refuses a model whose weights are not those of an MPT, such as one
 of a fork.
-
-Run `python -m weights.hf_config path/to/mpt-7b` to see the settings of such a folder as this
-project has them.
 """
 
 import json
@@ -58,16 +55,14 @@ HOMES = {
     **dict.fromkeys(ATTENTION_KEYS + OTHER_ATTENTION_KEYS, "attn_config"),
 }
 
-# Keys that change neither weights nor logits, or are read elsewhere in this file.
+# Keys that change neither weights nor logits, or are read elsewhere in this file. The last ones are
+# about sampling: transformers 4 writes their defaults.
 IGNORED_KEYS = """
     architectures auto_map model_type name _name_or_path transformers_version torch_dtype dtype
     tokenizer_name tokenizer_class use_cache verbose init_config init_device initializer_range
     loss_fn use_pad_tok_in_ffn bos_token_id eos_token_id pad_token_id sep_token_id attn_config
     ffn_config attn_impl _attn_implementation_autoset return_dict id2label label2id problem_type
     is_encoder_decoder chunk_size_feed_forward output_attentions output_hidden_states
-""".split()
-# How text is sampled, of which transformers 4 writes the defaults.
-SAMPLING_KEYS = """
     max_length min_length do_sample early_stopping num_beams num_beam_groups num_return_sequences
     temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size
@@ -180,24 +175,20 @@ def values_of(group: dict, place: str, source: str) -> dict:
         if home == place:
             if key not in OTHER_ATTENTION_KEYS:
                 values[key] = program.checked(value, types[key], key, source)
-        elif key not in [*IGNORED_KEYS, *SAMPLING_KEYS, *RESTATED]:
+        elif key not in [*IGNORED_KEYS, *RESTATED]:
             if key in DECIDES and isinstance(value, dict):
                 value = value.get(DECIDES[key])
                 key = f"{key}.{DECIDES[key]}"
             misplaced = f" at {place}, where nothing reads it: move it to {home}"
             problem = misplaced if home else ", which this project's MPT does not have"
+            # 0 == False, but reuse_kv_layer_idx=0 names a layer.
+            is_false = value is False
+            at_rest = [rest for rest in DEFAULTS.get(key, OFF) if (rest is False) == is_false]
             require(
-                changes_nothing(key, value),
+                value in at_rest,
                 f"{source} sets {program.one_line(key)} to {files.shown(value)}{problem}",
             )
     return values
-
-
-def changes_nothing(key: str, value) -> bool:
-    """Does a setting that this project lacks leave the model as the one computed here?"""
-    is_false = value is False  # 0 == False, but reuse_kv_layer_idx=0 names a layer
-    neutral = DEFAULTS.get(key, OFF)
-    return any(value == rest and is_false == (rest is False) for rest in neutral)
 
 
 def check_restated(group: dict, cfg: MPTConfig, source: str) -> None:
@@ -221,23 +212,16 @@ def kv_heads(attention: dict, source: str) -> int | None:
         f"{source} sets attn_type to {files.shown(attn_type)}, "
         f"expected one of: {', '.join(choices)}",
     )
-    if attn_type == "multihead_attention":
-        return None
-    if attn_type == "multiquery_attention":
-        return 1
+    if attn_type != "grouped_query_attention":
+        return {"multihead_attention": None, "multiquery_attention": 1}[attn_type]
     count = attention.get("kv_n_heads") or 0
-    require(
-        type(count) is int,
-        f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number",
-    )
+    problem = f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number"
+    require(type(count) is int, problem)
     return count
 
 
 def check_rope(attention: dict, values: dict, source: str) -> None:
-    """UserError if the model has rotary positions other than plain RoPE.
-
-    attention: the attn_config; values: the settings read so far.
-    """
+    """UserError if an attn_config has other rotary positions than RoPE. values: read so far."""
     if not values.get("rope"):
         return
     impl = attention.get("rope_impl", "dail")
@@ -307,10 +291,7 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:
-    """The settings that transformers' MptForCausalLM ignores or refuses, each with its own value.
-
-    LLM Foundry's code knows them all.
-    """
+    """The settings that transformers' MptForCausalLM ignores or refuses, each with its value."""
     known = MPTConfig(alibi=True, no_bias=True)  # the only values that transformers knows
     names = """
         alibi alibi_bias_max rope no_bias qk_ln logit_scale expansion_ratio attn_uses_sequence_id
@@ -329,10 +310,7 @@ def lost_in_transformers(cfg: MPTConfig) -> list[str]:
 
 
 def warn_of_transformers(settings: dict, cfg: MPTConfig, source: str) -> None:
-    """Warn if transformers wrote a config.json, and ignores some of the settings in it.
-
-    A model that was trained there was trained without them.
-    """
+    """Warn of settings in a config.json that transformers wrote, but ignored in training."""
     by_transformers = is_of_transformers(settings) and "transformers_version" in settings
     lost = ", ".join(lost_in_transformers(cfg))
     if by_transformers and lost:
@@ -379,10 +357,7 @@ def weights_in_format(cfg: MPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_format(state: dict, cfg: MPTConfig) -> None:
-    """UserError naming the weights of a model that are not those of an MPT of these settings.
-
-    state: name -> tensor, with memory or without.
-    """
+    """UserError naming weights of a model that are not those of an MPT of these settings."""
     wanted = weights_in_format(cfg)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = [f"{name} {shape}" for name, shape in shapes.items() if name not in wanted]
@@ -396,16 +371,3 @@ def check_format(state: dict, cfg: MPTConfig) -> None:
         f"Hugging Face's format cannot hold the model: {len(wrong)} weights are not those of an "
         f"MPT: {', '.join(wrong[:3])}",
     )
-
-
-def main(argv) -> None:
-    """Print the MPTConfig of a folder's config.json."""
-    (folder,) = program.arguments(argv, "FOLDER")
-    path = Path(folder) / "config.json"
-    cfg = config_from(files.read_json(path), str(path))
-    for name, value in asdict(cfg).items():
-        print(f"{name:24}{value}")
-
-
-if __name__ == "__main__":
-    program.run(main)

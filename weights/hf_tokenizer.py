@@ -13,8 +13,6 @@ eos_token_id of generation_config.json, or else of config.json, ends our texts, 
 
 transformers builds a tokenizer of its own kind from a folder without tokenizer_config.json. So
 `export` always writes one, which says that tokenizer.json holds the whole tokenizer.
-
-Run `python -m weights.hf_tokenizer path/to/mpt-7b` to see the tokenizer of a folder.
 """
 
 import hashlib
@@ -92,10 +90,7 @@ def is_ours(name: str, folder: Path) -> bool:
 
 
 def why_unreadable(source: Path, settings: dict, named: str) -> str:
-    """What says that a model without tokenizer.json has a tokenizer which cannot be read; or "".
-
-    settings: its config.json; named: the tokenizer that this names.
-    """
+    """What says that a model without tokenizer.json has a tokenizer that cannot be read; or ""."""
     folder = folder_of(source)
     for name in OTHER_FORMATS:
         if (folder / name).exists():
@@ -119,10 +114,7 @@ def why_unreadable(source: Path, settings: dict, named: str) -> str:
 
 
 def file_of(source: Path, name: str) -> Path | None:
-    """The file beside foreign weights that `tokenizers.load` needs for a bpe-N.
-
-    None for a tokenizer.json: its name is its path.
-    """
+    """The file beside foreign weights that `tokenizers.load` needs for a bpe-N; else None."""
     return None if name.endswith(".json") else folder_of(source) / BPE_TOKENIZER
 
 
@@ -148,10 +140,7 @@ def kept_generation(run_dir: Path) -> dict:
 
 
 def with_valid_ids(generation: dict, source: Path) -> dict:
-    """`generation` without special ids that are none, as a pad_token_id of -1.
-
-    eos_token_id may be a list of ids; UserError if it is no id.
-    """
+    """`generation` without special ids that are none, as -1. UserError if eos_token_id is one."""
     ends = generation.get("eos_token_id", 0)
     are_ids = all(map(is_id, ends if isinstance(ends, list) else [ends]))
     problem = f"{source} sets eos_token_id to {shown(ends)}"
@@ -259,19 +248,3 @@ def write_settings(folder: Path) -> None:
     if isinstance(split, dict) and "add_prefix_space" in split:
         settings["add_prefix_space"] = split["add_prefix_space"]  # transformers 4 would set False
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2))
-
-
-def demonstrate(argv) -> None:
-    """Print the tokenizer of a Hugging Face folder, and the ids that end its texts."""
-    (path,) = program.arguments(argv, "FOLDER")
-    source = Path(path)
-    name = name_of(source)
-    tokenizer = tokenizers.load(name, file_of(source, name))
-    generation = generation_of(source)
-    print(f"{name}: {tokenizer.vocab_size} ids")
-    for i in sorted({tokenizer.eot} | end_ids(generation)):
-        print(f"{i:7}  {tokenizer.decode([i])}  ends a text")
-
-
-if __name__ == "__main__":
-    program.run(demonstrate)

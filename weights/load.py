@@ -21,7 +21,6 @@ Run `python -m weights.load runs/demo` to see what is at a path.
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -47,10 +46,7 @@ MERGE_FROM = "run python -m weights.peft merge RUN OUT --init_from=PATH"
 
 
 def find(path: str) -> Path:
-    """The Hugging Face folder or the checkpoint at a path. UserError if there is neither.
-
-    A run folder stands for its newest complete checkpoint.
-    """
+    """The Hugging Face folder at a path, or the checkpoint, of a run its newest complete one."""
     folder = Path(path)
     fix = f"import it first: python -m weights.hf import {shell(path)} runs/NAME"
     require(not folder.is_file(), f"{path} is a file, not a folder: {fix}")
@@ -82,10 +78,8 @@ def load_model(
 
     If it holds adapters: their base, with the adapters merged into it. in_fp32: the caller will
     compute in fp32, so the merged weights are not rounded to the dtype of a base in half precision.
-
-    It needs no process group; where there is one, every rank calls it. team: tensor ranks, of which
-    this one gets its part of the model; None: the whole. Raises UserError if the checkpoint is
-    damaged.
+    team: tensor ranks, of which this one gets its part of the model; None: the whole. Where there
+    is a process group, every rank calls it. Raises UserError if the checkpoint is damaged.
     """
     checkpoint.require_sound(path)
     if checkpoint.adapter_settings(path):
@@ -96,17 +90,21 @@ def load_model(
         return model
     cfg = checkpoint.settings(path)
     metadata = rank_zero_decides(lambda: read_metadata(path))
-    # This may be another device than the one that it was trained on: choose the implementation
-    # anew.
-    cfg = replace(cfg, attn_impl=function_of(cfg.attn_impl))
-    with torch.device("meta"):
-        model = MPT(cfg)
+    model = without_memory(cfg)
     require_weights(path, metadata, model.state_dict())  # before memory is allocated
     if team:
         tensor_parallel.cut(model, team)
     model.to_empty(device=device)
     checkpoint.fill(path, {"model": model.state_dict()}, metadata, layout_of(model))
     return model.eval()
+
+
+def without_memory(cfg: MPTConfig) -> MPT:
+    """A model on the meta device. Its attention is chosen anew: this may be another device than
+    the one that it was trained on.
+    """
+    with torch.device("meta"):
+        return MPT(replace(cfg, attn_impl=function_of(cfg.attn_impl)))
 
 
 def load_adapted(path: Path, device: torch.device, team: Team | None = None, base: str = "") -> MPT:
@@ -131,9 +129,7 @@ def with_adapter(
     Raises UserError if the adapter does not fit.
     """
     check_fits(adapter, cfg, base)
-    cfg = replace(cfg, attn_impl=function_of(cfg.attn_impl))
-    with torch.device("meta"):
-        model = MPT(cfg)
+    model = without_memory(cfg)
     if team:
         tensor_parallel.cut(model, team)
     model.to(torch.float32 if adapter.settings.lora_train else dtype_of(base, model))
@@ -167,10 +163,9 @@ def base_at(path: Path, moved_to: str = "") -> Path:
 def base_of(path: str, meta: dict, fix: str = MERGE_FROM) -> dict:
     """The model that adapters are trained on: its path, and a fingerprint of its weights.
 
-    path: --init_from; of a run, its newest checkpoint counts. meta: that of a checkpoint of
-    adapters, whose fingerprint must be the same, or empty. If the base run went on training, the
-    checkpoint that was used is looked for where it was then. UserError if it is not there.
-    fix: what else the user can do then.
+    path: --init_from; of a run, its newest checkpoint. meta: of a checkpoint of adapters, whose
+    fingerprint must be the same, or empty. If the base run went on training, its checkpoint of then
+    is looked for. UserError, which ends with `fix`, if it is not there.
     """
     expected = meta.get("base_fingerprint")
     base = Path(meta.get("base", path))
@@ -227,10 +222,9 @@ def load_for_sampling(
 ):
     """The model at a path, its tokenizer, and a name for it.
 
-    step: of a run (None: the newest, 0: the untrained model).
-    tokenizer: of a Hugging Face folder (empty: see `hf_tokenizer.name_of`).
-    team, in_fp32: as for `load_model`.
-    Raises UserError if there is no such model, or a flag does not apply to it.
+    step: of a run (None: the newest, 0: the untrained model). tokenizer: of a Hugging Face folder
+    (empty: its own). team, in_fp32: as for `load_model`. Raises UserError if there is no such
+    model, or a flag does not apply to it.
     """
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
     found = find(path)
@@ -250,10 +244,7 @@ def load_for_sampling(
 
 
 def load_from_run(found: Path, step: int | None, device, team: Team | None, in_fp32: bool = False):
-    """The model, tokenizer and name that `load_for_sampling` returns for a run.
-
-    found: a checkpoint of the run, loaded unless `step` asks for another one.
-    """
+    """What `load_for_sampling` returns for a run. found: its checkpoint, if `step` is none."""
     has_step_0 = (found.parent / "step-0").exists()  # of imported weights
     untrained = step == 0 and not has_step_0
     if step is not None and not untrained:
@@ -265,8 +256,12 @@ def load_from_run(found: Path, step: int | None, device, team: Team | None, in_f
             f"there are {existing}, and 0 is untrained",
         )
     is_base = untrained and checkpoint.adapter_settings(found)
+    source = base_at(found) if is_base else found
     # This checks the checkpoint, so it comes first.
-    model = load_base(found, device, team) if is_base else load_model(found, device, team, in_fp32)
+    if is_run(source):
+        model = load_model(source, device, team, in_fp32)
+    else:
+        model = hf.load_model(source, device, team)
     meta = checkpoint.read_meta(found)
     try:
         tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))
@@ -279,12 +274,6 @@ def load_from_run(found: Path, step: int | None, device, team: Team | None, in_f
         parallel.draw_weights(model, meta["seed"])
         return model, tokenizer, "before training"
     return model, tokenizer, str(found)
-
-
-def load_base(path: Path, device: torch.device, team: Team | None = None) -> MPT:
-    """The model that the adapters of a checkpoint belong to. Arguments as for `load_model`."""
-    base = base_at(path)
-    return load_model(base, device, team) if is_run(base) else hf.load_model(base, device, team)
 
 
 def tokenizer_file(found: Path) -> Path:
@@ -312,30 +301,17 @@ def init_from(model: MPT, path) -> None:
 
 
 def check_init_from(cfg: TrainConfig, model_cfg: MPTConfig) -> None:
-    """UserError unless --init_from holds the weights of such a model: see `check_same_model`.
-
-    It may be gone if the run has checkpoints, which hold all weights. If this run has adapters, the
-    message says where their base was.
-    """
+    """UserError unless --init_from holds such a model. It may be gone if a checkpoint is whole."""
     path = cfg.init_from
     if Path(path).exists():
         return check_same_model(path, model_cfg)
+    has_all_weights = checkpoint.latest(cfg.run_dir) and not cfg.lora_rank
     fix = "give a run, one of its checkpoints, or a Hugging Face folder"
-    newest = checkpoint.latest(cfg.run_dir)
-    if newest and not cfg.lora_rank:
-        return
-    if newest:
-        with suppress(UserError, KeyError):  # damaged, or not of adapters
-            base = checkpoint.read_meta(newest)["base"]
-            fix = f"the adapters in {cfg.run_dir} belong to {base}"
-    raise UserError(f"--init_from={path} does not exist: {fix}")
+    require(has_all_weights, f"--init_from={path} does not exist: {fix}")
 
 
 def check_same_model(path, cfg: MPTConfig) -> None:
-    """UserError if the settings of the model at `path` give other weight shapes or logits than cfg.
-
-    The message names the settings that differ.
-    """
+    """UserError naming the settings at `path` that give other weight shapes or logits than cfg."""
     if is_run(Path(path)):
         holds_adapters = checkpoint.adapter_settings(checkpoint.find(str(path)))
         fix = f"merge them first: python -m weights.peft merge {shell(path)} runs/merged"
@@ -346,10 +322,7 @@ def check_same_model(path, cfg: MPTConfig) -> None:
 
 
 def generation_of(path: Path) -> dict:
-    """How the model at a path generates text, if it is from a Hugging Face folder; else empty.
-
-    path: as for `settings_of`.
-    """
+    """How the model at a path generates text, if it is from a Hugging Face folder; else empty."""
     if is_run(path):
         return hf_tokenizer.kept_generation(checkpoint.find(str(path)).parent.parent)
     return hf_tokenizer.generation_of(path)
@@ -371,10 +344,7 @@ def keep_generation(base: str, run_dir: str) -> None:
 
 
 def tokenizer_of(path: Path) -> tuple[str, Path | None]:
-    """Name and file of the tokenizer of the model at a path, as `tokenizers.load` takes them.
-
-    path: as for `settings_of`. UserError if this project does not have that tokenizer.
-    """
+    """Name and file of the tokenizer of the model at a path, as `tokenizers.load` takes them."""
     if is_run(path):
         found = checkpoint.find(str(path))
         return checkpoint.read_meta(found)["tokenizer"], tokenizer_file(found)
@@ -408,19 +378,19 @@ def demonstrate(argv) -> None:
     (path,) = arguments(argv, "RUN")
     found = find(path)
     cfg = settings_of(found)
+    kind = "a Hugging Face folder"
     if is_run(found):
         meta = checkpoint.read_meta(found)
         kind = f"a checkpoint of this project, step {meta['step']}"
         if settings := checkpoint.adapter_settings(found):
             kind += f": adapters of rank {settings.lora_rank} on {meta['base']}"
-        tokenizer = meta["tokenizer"]
-    else:
-        kind = "a Hugging Face folder"
-        tokenizer = hf_tokenizer.name_of(found)
-    with torch.device("meta"):
-        n_params = sum(param.numel() for param in MPT(cfg).parameters())
+    name, file = tokenizer_of(found)
+    n_params = sum(param.numel() for param in without_memory(cfg).parameters())
     print(f"{found}: {kind}")
-    print(f"{n_params:,} parameters, tokenizer {tokenizer}")
+    print(f"{n_params:,} parameters, tokenizer {name}")
+    if ends := hf_tokenizer.end_ids(generation_of(found)):
+        tokenizer = tokenizers.load(name, file)
+        print("its texts end with", *(tokenizer.decode([i]) for i in sorted(ends)))
     for field in fields(cfg):
         value = getattr(cfg, field.name)
         print(f"  {field.name:24}{value}" + (" (default)" if value == field.default else ""))

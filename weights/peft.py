@@ -16,9 +16,8 @@
     python -m weights.peft merge runs/my-lora runs/merged          W + s B A: a run without adapters
     python -m weights.peft merge FOLDER runs/merged --init_from=BASE
 
-Which layers have adapters is read from the names of the tensors. PEFT ignores the tensors of layers
-that target_modules and the settings beside it do not name: a file with any is refused. So is a
-setting that would change what the model computes, and that lora.py does not have (`ALLOWED`).
+Which layers have adapters is read from the names of the tensors, not from target_modules. A setting
+that would change what the model computes, and that lora.py does not have, is refused (`ALLOWED`).
 """
 
 import json
@@ -52,19 +51,14 @@ TENSOR_NAME = re.compile(
 
 # Of adapter_config.json: what must be there, what may, and the types.
 REQUIRED = {"peft_type": str, "r": int, "lora_alpha": float}
-NAMES = (str, list, type(None))  # a pattern, or a list of names
 OPTIONAL = {  # null is the same as none of it
-    "target_modules": NAMES,
-    "exclude_modules": NAMES,
-    "layers_to_transform": (int, list, type(None)),
-    "layers_pattern": NAMES,
     "use_rslora": (bool, type(None)),
     "lora_dropout": (float, type(None)),
     "base_model_name_or_path": (str, type(None)),
 }
-SELECTION = ["target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"]
-# These change nothing in what a stored adapter computes.
+# These change nothing in what a stored adapter computes: the tensors say which layers it has.
 IGNORED = """
+    target_modules exclude_modules layers_to_transform layers_pattern
     task_type auto_mapping revision peft_version inference_mode megatron_core runtime_config
     qalora_group_size
 """.split()
@@ -94,15 +88,11 @@ def read(folder) -> Adapter:
     has_tensors = (folder / TENSOR_FILE).exists()
     require(has_tensors, f"{folder} has no {TENSOR_FILE} beside {CONFIG_FILE}: {fix}")
     tensors = mapped(folder / TENSOR_FILE, settings.lora_rank)
-    check_named(tensors, foreign, source)
     return Adapter(settings, tensors, foreign.get("base_model_name_or_path") or "")
 
 
 def settings_from(foreign: dict, source: Path) -> TrainConfig:
-    """Our settings for the content of an adapter_config.json, without the names of the layers.
-
-    UserError naming the first setting that would compute something else.
-    """
+    """Our settings for an adapter_config.json. UserError names one that computes something else."""
     kind = foreign.get("peft_type")
     require(kind == "LORA", f"{source} has peft_type {files.shown(kind)}: only LORA can be read")
     types = REQUIRED | OPTIONAL
@@ -136,21 +126,18 @@ def mapped(path: Path, rank: int) -> dict[str, torch.Tensor]:
     """
     with opened(path) as content:
         require(content, f"{path} holds no tensors")
-        stored = {our_name(path, name): stored_as(path, name, x) for name, x in content.items()}
+        stored = {}
+        for name, x in content.items():
+            found = TENSOR_NAME.fullmatch(name)
+            example = "base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight"
+            problem = f"{path} holds {program.one_line(name)}, no adapter of a linear layer"
+            require(found, f"{problem}: expected names like {example}")
+            stored[found[1]] = stored_as(path, name, x)
         check_pairs(stored, rank, path.parent)
         tensors = {ours: content[theirs.name][:] for ours, theirs in stored.items()}
     for name, tensor in tensors.items():
         checkpoint.require_finite(f"{name} in {path}", tensor)
     return tensors
-
-
-def our_name(path: Path, name: str) -> str:
-    """Our name of a tensor in an adapter's file. UserError if it is not an adapter's."""
-    found = TENSOR_NAME.fullmatch(name)
-    example = "base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight"
-    problem = f"{path} holds {program.one_line(name)}, no adapter of a linear layer"
-    require(found, f"{problem}: expected names like {example}")
-    return found[1]
 
 
 def check_pairs(stored: dict[str, Stored], rank: int, folder: Path) -> None:
@@ -166,67 +153,8 @@ def check_pairs(stored: dict[str, Stored], rank: int, folder: Path) -> None:
         require(fits, f"{name} is {shape} in {folder}, expected {expected}, since r is {rank}")
 
 
-def check_named(tensors: dict[str, torch.Tensor], foreign: dict, source: Path) -> None:
-    """UserError unless an adapter_config.json names each layer for which there are tensors."""
-    selection = {name: foreign.get(name) for name in SELECTION}
-    for name, value in selection.items():
-        if isinstance(value, list):
-            kind = int if name == "layers_to_transform" else str
-            is_of_kind = all(isinstance(item, kind) for item in value)
-            require(is_of_kind, f"{source} is damaged ({name!r} is no list of {kind.__name__})")
-            selection[name] = frozenset(value)
-    for layer in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
-        try:
-            named = is_named(layer, **selection)
-        except (re.error, OverflowError, RecursionError) as error:
-            reason = program.one_line(error)
-            raise UserError(f"{source} selects layers by a pattern that fails: {reason}") from error
-        given = "; ".join(f"{name} {json.dumps(foreign.get(name))[:60]}" for name in SELECTION)
-        problem = f"{source.parent} holds tensors for {layer}, which {CONFIG_FILE} does not name"
-        fix = "correct that file, or remove the tensors"
-        require(named, f"{problem}, so that PEFT ignores them: {fix} ({given})")
-
-
-def is_named(
-    layer: str, target_modules, exclude_modules, layers_to_transform, layers_pattern
-) -> bool:
-    """Does PEFT give a layer, such as transformer.blocks.0.attn.Wqkv, an adapter?
-
-    The settings are those of adapter_config.json, lists as sets. As `check_target_module_exists` in
-    peft/tuners/tuners_utils.py. Raises what a pattern may: re.error, OverflowError, RecursionError.
-    """
-    if exclude_modules and is_among(layer, exclude_modules):
-        return False
-    if isinstance(target_modules, str):
-        everything = target_modules.lower() == "all-linear"
-        return everything or is_among(layer, target_modules)
-    if target_modules is None:
-        target_modules = {"Wqkv"}  # its default for MPT
-    if layer in target_modules or layers_to_transform in (None, frozenset()):
-        return is_among(layer, target_modules)
-
-    numbered = {layers_pattern} if isinstance(layers_pattern, str) else layers_pattern
-    blocks, number = "transformer.blocks", int(layer.split(".")[2])
-    ends = [rf"(?:.*\.)?{pattern}" for pattern in numbered or ()]
-    is_numbered = not ends or any(re.fullmatch(end, blocks) for end in ends)
-    chosen = layers_to_transform
-    is_chosen = number in (chosen if isinstance(chosen, frozenset) else {chosen})
-    return is_numbered and is_chosen and is_among(layer, target_modules)
-
-
-def is_among(layer: str, names) -> bool:
-    """Is a layer named by a pattern for its path, or by a set of paths and of their ends?"""
-    if isinstance(names, str):
-        return bool(re.fullmatch(names, layer))
-    parts = layer.split(".")
-    return any(".".join(parts[first:]) in names for first in range(len(parts)))
-
-
 def adapter_at(path) -> Adapter:
-    """The adapter at a path: of a PEFT folder (`read`), or of a run (`of_run`).
-
-    UserError if there is none.
-    """
+    """The adapter at a path, of a PEFT folder or a run. UserError if there is none."""
     if is_peft(path):
         return read(path)
     problem = f"no adapter in {path}{files.absence(path)}"
@@ -244,9 +172,7 @@ def is_peft(path) -> bool:
 
 
 def write(folder, adapter: Adapter, found: Path | None = None) -> None:
-    """Write an adapter as a PEFT folder, for the layers that its tensors name.
-
-    found: the checkpoint that it is from, whose model card is written beside it.
+    """Write an adapter as a PEFT folder, beside it the model card of `found`, its checkpoint.
 
     Its base should be the name under which others find it: a Hub name or a folder. Raises UserError
     if the folder has content already, or if the run trained more than adapters.
@@ -351,10 +277,7 @@ def import_(folder, run_dir, base: str) -> None:
 
 
 def placed(adapter: Adapter, cfg: MPTConfig) -> TrainConfig:
-    """The settings with the names of an adapter's layers: lora_targets and lora_last_blocks.
-
-    UserError if the layers are not the same ones in each of the last blocks.
-    """
+    """The settings with lora_targets and lora_last_blocks. UserError if no run has such layers."""
     layers_of = layers_by_block(adapter)
     blocks = sorted(layers_of)
     layers = layers_of[blocks[0]]
@@ -376,10 +299,7 @@ def meta_of(cfg: MPTConfig, settings: TrainConfig, source) -> dict:
 
 
 def state_at_start(cfg: MPTConfig, settings: TrainConfig, adapter: Adapter) -> dict:
-    """What a checkpoint of a run holds before its first step: adapters, and an optimizer at rest.
-
-    So a run can resume from it.
-    """
+    """The state of a run before its first step, to resume from: adapters, an optimizer at rest."""
     with torch.device("meta"):
         model = MPT(cfg)
     lora.put_on(model, settings)

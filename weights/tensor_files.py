@@ -183,10 +183,7 @@ def read_pickle(file: Path):
 
 
 def composer_types() -> list:
-    """The types in a Composer checkpoint that torch does not allow by itself.
-
-    Of numpy's `_reconstruct`, both names: the one before numpy 2 and the one since.
-    """
+    """The types in a Composer checkpoint that torch does not allow by itself."""
     reconstruct = np.zeros(0).__reduce__()[0]
     return [
         datetime.timedelta,
@@ -238,12 +235,8 @@ def same_values(a: Stored, b: Stored) -> bool:
     """Do two stored tensors have the same numbers, dtype and shape?"""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    for first in range(0, a.shape[0], a.chunk_rows):
-        rows = slice(first, first + a.chunk_rows)
-        with opened(a.file) as of_a, opened(b.file) as of_b:
-            if not torch.equal(of_a[a.name][rows], of_b[b.name][rows]):
-                return False
-    return True
+    with opened(a.file) as of_a, opened(b.file) as of_b:
+        return torch.equal(of_a[a.name][:], of_b[b.name][:])
 
 
 # --------------------------------------------------------------------------------------------------

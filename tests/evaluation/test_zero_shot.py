@@ -351,8 +351,8 @@ def test_program_answers_mistakes_in_one_line(run):
     for argv, message in (
         (["run", "--shot=1"], "did you mean 'shots'"),
         (["run", "--batch_size=4"], "did you mean 'batch_tokens'"),
-        (["run", "--limit=-1"], "limit must be 0 or more"),
-        (["run", "--batch_tokens=0"], "batch_tokens must be at least 1"),
+        (["run", "--limit=-1"], "limit must be from 0"),
+        (["run", "--batch_tokens=0"], "batch_tokens must be from 1"),
         (["nowhere", "--tasks=all"], "no checkpoint in 'nowhere'"),  # the Hub is not asked
         (["run", "--out=nowhere/a.json"], "no folder for --out=nowhere/a.json"),
     ):

@@ -1,10 +1,8 @@
 """lifecycle/resume.py: damage is found before training, and another run's checkpoint is refused."""
 
-import binascii
 import codecs
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
@@ -81,7 +79,6 @@ def without(name):
 NO_CHECKSUMS = r"checksums\.json is missing or damaged"
 DAMAGES = {
     "truncated": (cut("__1_0.distcp", 4096), r"__1_0\.distcp: 4,096 bytes instead of [\d,]+"),
-    "emptied": (cut("__0_0.distcp", 0), r"__0_0\.distcp: 0 bytes instead of [\d,]+"),
     "flipped": (flipped("__1_0.distcp", 100_000), r"__1_0\.distcp: checksum differs"),
     "last byte": (flipped("__0_0.distcp", -1), r"__0_0\.distcp: checksum differs"),
     "no .metadata": (without(".metadata"), r"\.metadata: missing"),
@@ -107,14 +104,6 @@ def test_a_sound_one_is_sound(ranks, two_saved, size):
     path = two_saved / "checkpoints/step-2"
     assert ranks(size)(verify, path) == [None] * size
     assert chosen(ranks, size, replace(RUN, run_dir=str(two_saved))) == (path, [])
-
-
-def test_every_file_has_its_checksum(two_saved):
-    path = two_saved / "checkpoints/step-2"
-    contents = {file.name: file.read_bytes() for file in path.iterdir()}
-    sums = json.loads(contents.pop("checksums.json"))
-    assert set(contents) == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
-    assert sums == {name: [len(data), binascii.crc32(data)] for name, data in contents.items()}
 
 
 def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
@@ -196,14 +185,11 @@ def test_a_run_that_was_imported_does_not_start_anew_without_its_weights(ranks, 
         ("", 160),  # of 100, 119, 120, 130, and 160, which has skipped 140:150
         ("160:170", 130),
         ("161:170", 160),
-        ("140:150", 160),
         ("142:145", 160),
         ("140:150,155:158", 130),
         ("140:151", 130),
         ("139:150", 130),
-        ("131:133", 130),
         ("130:133", 120),
-        ("121:123", 120),
         ("120:140", 119),
         ("120:140,101:102", 100),
         ("100:101", None),

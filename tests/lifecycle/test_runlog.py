@@ -245,7 +245,6 @@ DAMAGE = {  # test_fuzz.py has more
     "no step": b'{"loss": 5.0}',
     "a negative step": b'{"step": -1}',
     "a loss in quotes": b'{"step": 3, "loss": "5.0"}',
-    "figures in quotes": b'{"step": 3, "icl": {"piqa": {"acc": "0.5"}}}',
 }
 
 

@@ -149,7 +149,6 @@ def at_length(*values):
 CASES = [
     ("killed", "dp", 1),
     ("is warned", "dp", 1),
-    slowly("is asked to end", "dp", 1),
     slowly("stands still", "dp", 0),  # which has the server through which the others talk
     slowly("hangs in reading", "dp", 1),
     slowly("is out of memory", "dp", 1),
@@ -160,6 +159,7 @@ CASES = [
     slowly("is out of memory", "tp 2 x pp 2", 3),
     slowly("cannot save", "tp 2 x pp 2", 3),
     slowly("is warned", "tp 2 x pp 2", 3),
+    at_length("is asked to end", "dp", 1),  # as in test_trackers.py
     at_length("stands still", "dp", 1),
     at_length("stands still", "tp 2 x pp 2", 2),
     at_length("is mistaken", "tp 2 x pp 2", 3),

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from conftest import PATIENCE, TORCHRUN, clean_environment, flags_for, rooms_on_path
 from launches import FLAGS, FOREVER, Job, steps_of, train_here, wait_for
-from test_scenarios import poisoned
+from test_scenarios import before_step, poisoned
 
 import checkpoint
 import config
@@ -67,30 +67,21 @@ def test_ctrl_c_saves(flags, tmp_path):
     assert "Ctrl-C again exits immediately" in job.log()
 
 
-@contextlib.contextmanager
-def stopped_in_step_4(rank):
-    step = fsdp_train.train_step
-
-    def train_step(*args):
-        if args[3] == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*args)
-
-    with mock.patch.object(fsdp_train, "train_step", train_step):
-        yield
+def ask_to_stop(_):
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_stop_does_not_wait_for_an_evaluation(flags, tmp_path):
     """It may take longer than a scheduler waits. The next start makes up for it."""
     statuses, evaluated = [], []
-    for fault in (stopped_in_step_4, None):
-        more = ["--max_steps=6", "--eval_interval=2"]
+    for fault in (functools.partial(before_step, 0, ask_to_stop), None):
+        more = ["--max_steps=10", "--eval_interval=3"]
         with Job(tmp_path, 1, fsdp_train.main, [*flags, *more], fault) as job:
             statuses += job.wait()
         rows = runlog.read(tmp_path / "run")
         evaluated.append([row["step"] for row in rows if "val_loss" in row])
     assert statuses == [stopping.STATUS[signal.SIGTERM], 0]
-    assert evaluated == [[0, 2], [0, 2, 4, 6]]
+    assert evaluated == [[0, 3, 6], [0, 3, 6, 9, 10]]
 
 
 def test_the_second_ctrl_c(tmp_path):

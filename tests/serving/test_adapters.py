@@ -1,7 +1,6 @@
 """serving/adapters.py: mixed batches, which adapters have slots, loading beside decoding."""
 
 import copy
-import itertools
 import shutil
 import threading
 from concurrent import futures
@@ -282,16 +281,6 @@ def test_the_least_recently_used_adapter_leaves_and_those_in_use_stay(n_slots, m
     assert not bank.slots[0].any()
 
 
-def test_with_more_adapters_than_slots_texts_wait_and_none_stays_in_use(files):
-    mpt = model(vocab_size=VOCAB, alibi=True).double()
-    paths = [*files(mpt.cfg).values(), BASE]
-    decoder, bank = bank_on(mpt, n_slots=2)
-    together = written(decoder, mpt.cfg, ["a"] * 5, paths, temperature=0)
-    assert [resident.users for resident in bank.residents.values()] == [0, 0]
-    alone = [written_alone(decoder, mpt.cfg, "a", path, temperature=0) for path in paths]
-    assert together == alone
-
-
 # --- Loading
 
 
@@ -349,22 +338,6 @@ def test_a_slot_is_filled_in_the_order_in_which_it_changes_hands():
     assert bank.loaded == {BASE: 0, "b": 1}
 
 
-def test_adapters_come_and_go_while_a_text_is_written(files):
-    """Each step of the text, another adapter is loaded into the only other slot."""
-    mpt = model(vocab_size=VOCAB, alibi=True).double()
-    first, *others = files(mpt.cfg).values()
-    decoder, bank = bank_on(mpt, n_slots=2)
-    text = Text("to be", BYTES, mpt.cfg, 40, adapter=first)
-    visitors = itertools.cycle(others)
-    for _ in write(decoder, text, temperature=0):
-        visitor = next(visitors)
-        bank.acquire(visitor)
-        bank.release(visitor)
-    alone = Text("to be", BYTES, mpt.cfg, 40)
-    list(write(Decoder(merged(mpt, first), VOCAB), alone, temperature=0))
-    assert text.ids == alone.ids
-
-
 def test_a_file_that_cannot_be_loaded_is_named_and_may_be_mended(files, tmp_path):
     mpt = model(vocab_size=VOCAB, alibi=True)
     good = files(mpt.cfg)["all"]
@@ -381,21 +354,6 @@ def test_a_file_that_cannot_be_loaded_is_named_and_may_be_mended(files, tmp_path
     shutil.copy(f"{good}/adapter_model.safetensors", weights)
     with bank.in_use([adapter]):
         assert bank.is_loaded(adapter)
-
-
-OTHER_MODELS = {
-    "wider": ({"d_model": 64}, "A is (4, 64), but (4, 32) would fit"),
-    "deeper": ({"n_layers": 3}, "this model has 2 blocks"),
-    "more heads": ({"kv_n_heads": 2}, "Wqkv.lora_B is (64, 4), but (96, 4) would fit"),
-}
-
-
-@pytest.mark.parametrize("more, message", OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_adapters_of_another_model_are_refused(more, message, tmp_path):
-    path = write_adapter(tmp_path / "foreign", MPTConfig(**TINY | {"alibi": True} | more))
-    decoder = Decoder(model(alibi=True), 64)
-    text = refusal(bank_for, decoder, [path], 1, "runs/base")
-    assert path in text and message in text
 
 
 def test_a_run_that_trained_norms_too_is_refused():

@@ -261,7 +261,6 @@ REFUSED = [
     ({"type": "array", "contains": {}}, '"contains"'),
     ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
     ({"type": "object", "propertyNames": {"pattern": "a"}}, '"propertyNames"'),
-    ({"type": "object", "dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
     ({"type": "object", "unevaluatedProperties": False}, '"unevaluatedProperties"'),
     ({"type": "string", "format": "postcode"}, "Unknown format: postcode"),
     ({"type": "strng"}, "strng"),
@@ -286,8 +285,6 @@ REFUSED = [
     (nested(200), "recursion limit"),
     (nested(5_000), "recursion depth"),
     (True, "must be an object"),
-    (False, "must be an object"),
-    (None, "must be an object"),
 ]
 
 
@@ -296,18 +293,9 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(schema, words):
     assert words in refusal(CONSTRAINTS.schema, schema)
 
 
-NAMED_LIKE_KEYWORDS = [
-    "pattern",
-    "minProperties",
-    "x-guidance",
-    "patternProperties",
-    "not",
-    "oneOf",
-]
-
-
 def test_a_property_may_have_the_name_of_a_keyword():
-    schema = {"properties": dict.fromkeys(NAMED_LIKE_KEYWORDS, {"type": "integer"})}
+    names = ["pattern", "minProperties", "x-guidance", "patternProperties", "not", "oneOf"]
+    schema = {"properties": dict.fromkeys(names, {"type": "integer"})}
     assert takes(CONSTRAINTS.schema(schema), '{"pattern": 1, "not": 2}')
 
 

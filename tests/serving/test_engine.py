@@ -5,16 +5,17 @@ import functools
 import math
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
-from conftest import PATIENCE, refusal
+from conftest import PATIENCE, refusal, slowly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_adapters import bank_on, random_tensors
 from test_decoder import decoder, model
 
-import serving.engine as program
 from model import MPT
 from program import UserError
 from serving.adapters import BASE
@@ -172,26 +173,14 @@ def compare(kind: str, seed: int, n_texts: int) -> collections.Counter:
     return ends + collections.Counter(prefix_tokens=engine.speed.prefix_tokens)
 
 
+@pytest.mark.parametrize("n_seeds", [1, slowly(8), pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_those_of_the_one_text_loop(kind):
-    seen = compare(kind, seed=2, n_texts=24)
+def test_texts_are_those_of_the_one_text_loop(kind, n_seeds):
+    seen = sum((compare(kind, seed, 25) for seed in range(2, 2 + n_seeds)), collections.Counter())
     assert seen["stop string"] and seen["max_new_tokens"] and not seen["error"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_hundred_texts_are_those_of_the_one_text_loop(kind):
-    seen = sum((compare(kind, seed, 25) for seed in range(2, 10)), collections.Counter())
-    assert seen["cancelled"] and seen["end of text"] and not seen["error"]
-    assert seen["prefix_tokens"]
-    assert (seen["max_seq_len"] > 0) == (kind == "learned")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_thousands_of_texts_are_those_of_the_one_text_loop(kind):
-    for seed in range(10, 30):
-        assert not compare(kind, seed, 50)["error"]
+    if n_seeds > 1:
+        assert seen["cancelled"] and seen["end of text"] and seen["prefix_tokens"]
+        assert (seen["max_seq_len"] > 0) == (kind == "learned")
 
 
 def test_rows_are_shifted_when_the_columns_are_used_up():
@@ -366,24 +355,14 @@ def test_if_the_decoder_fails_all_running_texts_do_and_the_others_go_on():
         return decode(ids, cache)
 
     engine = Engine(decode, n_rows=3)
-    engine.decoder = FailingDecoder(decode, sometimes)
+    known = {name: getattr(decode, name) for name in ("model", "device", "cache_dtype")}
+    engine.decoder = mock.Mock(side_effect=sometimes, **known)
     many = [request("x" * i, 8, adapter=ADAPTERS[i % 4]) for i in range(1, 10)]
     finished(engine, *many)
     failed = [one for one in many if one.text.end == "error"]
     assert 3 <= len(failed) <= 6 and {str(one.error) for one in failed} == {"no room"}
     assert_as_alone(decode, *(one for one in many if not one.error))
     assert_nothing_is_held(engine)
-
-
-class FailingDecoder:
-    """A decoder with another `__call__`."""
-
-    def __init__(self, decode, call):
-        self.model, self.device, self.cache_dtype = decode.model, decode.device, decode.cache_dtype
-        self.call = call
-
-    def __call__(self, ids, cache):
-        return self.call(ids, cache)
 
 
 def test_what_can_never_be_served_is_refused_at_once():
@@ -533,12 +512,6 @@ def test_steps_are_counted():
     assert speed.seconds > 0 and speed.prompt_seconds > 0
 
 
-def test_the_demonstration_shows_each_text_end(capsys):
-    program.demonstrate([])
-    shown = capsys.readouterr().out
-    assert all(f"{name} ends" in shown for name in "ABCDEFG")
-
-
 # --- The thread
 
 
@@ -569,14 +542,8 @@ def test_threads_submit_and_are_answered():
     decode = served()
     thread = EngineThread(Engine(decode, n_rows=4, max_tokens=200), delivered)
     many = [request("x" * i, 10, seed=i, adapter=ADAPTERS[i % 4]) for i in range(24)]
-    clients = [
-        threading.Thread(target=lambda part: [*map(thread.submit, part)], args=[many[i::3]])
-        for i in range(3)
-    ]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
+    with ThreadPoolExecutor(3) as clients:
+        list(clients.map(thread.submit, many))
     assert "are more than 200" in refusal(thread.submit, request("x" * 200))
     for one in many:
         assert delivered.end_of(one) == one.text.end

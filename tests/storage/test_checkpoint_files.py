@@ -11,7 +11,7 @@ import time
 import warnings
 from dataclasses import asdict, replace
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from config import MPTConfig, TrainConfig
 from model import MPT
 from program import UserError
 from storage.checkpoint_files import (
+    Unpickler,
     cause_of,
     find_damage,
     read_back,
@@ -149,13 +150,6 @@ def endless(path, mark):
     seal(path, **{"__0_0.distcp": [0, 0]})
 
 
-def device(path, mark):
-    """A link to a device that can be read forever."""
-    (path / "__0_0.distcp").unlink()
-    (path / "__0_0.distcp").symlink_to("/dev/zero")
-    seal(path, **{"__0_0.distcp": [0, 0]})
-
-
 def checksums_elsewhere(path, mark):
     """checksums.json names a file outside the folder."""
     seal(path, **{"../../../outside": [1, 1]})
@@ -168,7 +162,6 @@ ATTACKS = {
     code_in_piece: r"it would run (builtins\.|__builtin__\.)?eval",
     elsewhere: r"names the file '\.\./outside'",
     endless: r"__0_0\.distcp: not a regular file",
-    device: r"__0_0\.distcp: not a regular file",
     checksums_elsewhere: r"checksums\.json is missing or damaged",
 }
 # How programs load a checkpoint.
@@ -304,29 +297,30 @@ def turn_negative(metadata):
     resize_piece(-32, -128)(metadata)
 
 
-def duplicate_piece(metadata):
-    entry(metadata).chunks *= 2
-
-
-def set_dtype(metadata):
-    entry(metadata).properties.dtype = torch.int64
+def overlap(metadata):
+    """Two pieces with as many elements as the tensor, which leave a hole."""
+    piece = replace(entry(metadata).chunks[0], sizes=torch.Size([16, 128]))
+    entry(metadata).chunks[:] = [piece, replace(piece, offsets=torch.Size([8, 0]))]
+    first, second = (MetadataIndex(WEIGHT, [row, 0]) for row in (0, 8))
+    metadata.storage_data[second] = metadata.storage_data[first]
 
 
 # What is changed, how, and the error.
 CHANGES = {
     "a piece is missing": (lambda m: entry(m).chunks.clear(), "do not cover it"),
     "a piece is negative": (resize_piece(-32, -128), "do not cover it"),
+    "a piece is too large": (resize_piece(33, 128), "do not cover it"),
     "all is negative": (turn_negative, "a size that is no whole number"),
     "too large for its bytes": (enlarge, "is missing"),
     "a piece with other dimensions": (resize_piece(32), "cannot be trusted"),
+    "two pieces overlap": (overlap, "do not cover it"),
     "a hole": (resize_piece(31, 128), "do not cover it"),
-    "a piece twice": (duplicate_piece, "do not cover it"),
+    "a piece twice": (lambda m: entry(m).chunks.append(entry(m).chunks[0]), "do not cover it"),
     "nowhere": (lambda m: m.storage_data.pop(MetadataIndex(WEIGHT, [0, 0])), "is missing"),
     "beyond the end": (set_location(offset=2**40), "ends before a piece"),
-    "no floating point": (set_dtype, "is torch.int64"),
+    "integers": (lambda m: setattr(entry(m).properties, "dtype", torch.int64), "is torch.int64"),
     "before the start": (set_location(offset=-8), "ends before a piece"),
     "no storage": (lambda m: setattr(m, "storage_data", None), "cannot be trusted"),
-    "no entries": (lambda m: setattr(m, "state_dict_metadata", [1]), "cannot be trusted"),
 }
 
 
@@ -340,14 +334,10 @@ def test_metadata_that_makes_no_sense_is_refused(run, name):
 PICKLES = {  # test_fuzz.py has random ones
     "a class of ours": pickle.dumps(UserError("x")),
     "a dotted name": b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.",
-    "a known module": b"\x80\x04\x8c\x05torch\x8c\x04load\x93.",
+    "another name of a known module": pickle.dumps(torch.serialization.load),
     "protocol 0": b"cos\nsystem\n(S'true'\ntR.",
     "an instance": b"(S'true'\nios\nsystem\n.",
-    "an extension": b"\x80\x02\x82\x01.",
-    "a persistent id": b"Pabc\n.",
     "a frame without end": b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
-    "a text without end": b"\x80\x04X\xff\xff\xff\xffabc.",
-    "fields of a dict": b"\x80\x04}}b.",
     "a number instead": b"\x80\x04K\x01.",
     "nested deep": b"\x80\x04)" + b"\x85" * 10**5 + b".",
 }
@@ -359,12 +349,6 @@ def test_a_pickle_of_another_kind_is_refused(tmp_path, name):
     assert ".metadata cannot be trusted" in refusal(read_metadata, tmp_path)
 
 
-def test_of_a_known_module_only_known_names_can_be_had(tmp_path):
-    """torch.serialization.load could read any file."""
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.serialization.load))
-    assert "refers to 'torch.serialization.load'" in refusal(read_metadata, tmp_path)
-
-
 # How versions of Python pickle a member of an enum, such as the memory format of each tensor.
 ENUM_FORMS = {
     "to 3.10, from 3.11.4": lambda member, protocol: (type(member), (member.value,)),
@@ -372,22 +356,21 @@ ENUM_FORMS = {
 }
 
 
-@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # the latter: Python 3.13
 @pytest.mark.parametrize("form", ENUM_FORMS)
-def test_what_each_python_writes_is_read(sound, tmp_path, form, module, monkeypatch):
+def test_what_each_python_writes_is_read(sound, tmp_path, form, monkeypatch):
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", ENUM_FORMS[form])
     path = save(tmp_path / "run/checkpoints/step-1", MPT(SMALL).state_dict())
     content = (path / ".metadata").read_bytes()
     assert (b"getattr" in content) == ("3.11.0" in form)
-    name = re.search(rb"\x8c.(pathlib\S*)\x94\x8c", content)
-    renamed = b"\x8c" + bytes([len(module)]) + module.encode() + b"\x94\x8c"
-    content = content.replace(name[0], renamed, 1)
-    frame = int.from_bytes(content[3:11], "little") + len(renamed) - len(name[0])
-    (path / ".metadata").write_bytes(content[:3] + frame.to_bytes(8, "little") + content[11:])
-    seal(path)
     assert verify(path) is None
     read_back(path)
     USES["sample"](tmp_path / "run", None)
+
+
+def test_paths_are_read_by_either_name_of_their_class():
+    for module in ("pathlib", "pathlib._local"):  # the latter: Python 3.13
+        reader = Unpickler(io.BytesIO(f"c{module}\nPosixPath\n.".encode()))
+        assert reader.load() is PurePosixPath
 
 
 class Unreadable(torch.optim.SGD):
@@ -433,12 +416,7 @@ ATTRIBUTES = {  # -> the reason why they are refused, "" if they are not
     "of a function": (Got(os.system, "__call__"), "refers to 'posix.system'"),
     "of itself": (Got(getattr, "__call__"), "KeyError"),
     "a dunder": (Got(FORMAT, "__class__"), "KeyError"),
-    "a private one": (Got(FORMAT, "_member_map_"), "KeyError"),
-    "a method": (Got(FORMAT, "mro"), "KeyError"),
-    "dotted": (Got(FORMAT, f"{MEMBER}.name"), "KeyError"),
-    "a number": (Got(FORMAT, 1), "KeyError"),
     "with a default": (Got(FORMAT, "none", MEMBER), "TypeError"),
-    "of nothing": (Got(), "TypeError"),
 }
 
 
@@ -558,9 +536,6 @@ def test_the_cause_is_found_behind_what_wraps_it():
     of_dcp = dcp.CheckpointException("write", failures)
     assert cause_of(of_dcp) is full
     assert reason_of(of_dcp) == str(full)
-
-
-def test_an_error_that_wraps_nothing_of_the_system_is_the_cause():
     plain = wrapped(KeyError("a"), RuntimeError("shapes differ"))
     assert cause_of(plain) is plain
     user_error = wrapped(OSError(2, "No such file"), UserError("give another folder"))

@@ -9,7 +9,7 @@ from test_checkpoint import made_up
 
 import checkpoint
 from storage import remote_checkpoints
-from storage.object_store import open_store
+from storage.object_store import DamagedObject, open_store
 
 pytest.importorskip("obstore", reason="object stores need obstore: see requirements-extra.txt")
 
@@ -63,11 +63,23 @@ def test_what_is_incomplete_is_passed_over(store, tmp_path, name, content):
     assert steps(store) == [8]
 
 
-def test_a_damaged_file_is_not_uploaded(store, tmp_path):
-    path = made_up(tmp_path / "run", 8)
-    (path / ".metadata").write_bytes(b"x" * len((path / ".metadata").read_bytes()))
-    message = refusal(remote_checkpoints.upload, store, path, [".metadata"])
-    assert "damaged on this disk" in message
+def test_what_is_damaged_on_the_way_is_asked_for_again(store, tmp_path, monkeypatch):
+    name = copy(store, made_up(tmp_path / "run", 8))
+    (found,) = remote_checkpoints.published(store)
+    get, asked = store.get, []
+
+    def damaged_once(key):
+        asked.append(key)
+        return get(key) if len(asked) % 2 == 0 else b"{" + get(key)[1:-1]
+
+    monkeypatch.setattr(store, "get", damaged_once)
+    assert steps(store) == [8]
+    assert remote_checkpoints.meta_of(store, found)["step"] == 8
+    assert len(asked) == 4
+    monkeypatch.undo()
+    store.put(f"checkpoints/{name}/meta.json", b"{}")
+    with pytest.raises(DamagedObject, match="meta.json is damaged"):
+        remote_checkpoints.meta_of(store, found)
 
 
 def test_old_ones_are_deleted_with_their_list_first(store, tmp_path, monkeypatch):

@@ -231,15 +231,11 @@ def test_end_of_text_is_an_id_and_not_written_by_a_template(tmp_path):
     assert "writes <|endoftext|> between turns" in refusal(load_template, str(folder))
 
 
-FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
 MACRO = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(1) }}"
 BAD_TEMPLATES = {
     "{{ eos_token }}": "'eos_token' is undefined",
     "{{ 'a' ~ eso_token }}": "'eso_token' is undefined",
     "{% for m in messages %}{{ m.contents }}{% endfor %}": "has no attribute",
-    FOREVER.replace("WORK", ""): "needs more than 0.5 s",
-    FOREVER.replace("WORK", "a"): "writes more than",
-    "{{ 'a' * 10**12 }}": "needs more than 1 GB",
     MACRO: "recursion depth",
     "{{" + "(" * 9999 + "1" + ")" * 9999 + "}}": "is not a template: ",
     "{% for m in": "is not a template: ",
@@ -251,8 +247,7 @@ BAD_TEMPLATES = {
 
 
 @pytest.mark.parametrize("source", BAD_TEMPLATES, ids=range(len(BAD_TEMPLATES)))
-def test_a_template_of_a_stranger_that_fails_or_wants_more(tmp_path, monkeypatch, source):
-    monkeypatch.setattr(chat, "SECONDS", 0.5)  # of the processor
+def test_a_template_of_a_stranger_that_fails(tmp_path, source):
     path = tmp_path / "own.jinja"
     path.write_text(source)
     message = refusal(load_template, str(path))
@@ -277,22 +272,13 @@ def test_templates_that_cannot_be_used(tmp_path):
         assert words in refusal(turns_of, {"messages": messages}, Template(source, "x"))
 
 
-def test_a_template_may_refuse_one_example_or_work_too_long_at_it(tmp_path, monkeypatch):
-    """Its line is named; behind the latter no line is tried: the process is gone."""
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
+def test_a_template_may_refuse_one_example(tmp_path):
+    """Its line is named."""
     tool = {"role": "tool", "content": "4"}
     good, bad = {"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, tool, ANSWER]}
     path = write_lines(tmp_path / "a.jsonl", good, bad, good, bad)
     message = refusal(read, path, Template(LIKE["zephyr"], "chat_template x"))
     assert f"{path}, line 2: chat_template x fails: no tools here; {path}, line 4: " in message
-
-    forever = "{% if messages | length > 4 %}" + FOREVER.replace("WORK", "") + "{% endif %}"
-    template = Template(forever + chat.CHATML, "chat_template x")
-    path = write_lines(tmp_path / "a.jsonl", good, {"messages": CONVERSATION * 2}, good, bad)
-    message = refusal(read, path, template)
-    assert message.endswith(f"{path}, line 2: {template.fault}") and message.count("line") == 1
-    assert template.fault.startswith("chat_template x needs more than 0.5 s")
-    assert refusal(template.text, [USER]) == template.fault
 
 
 @pytest.mark.parametrize("version, is_safe", [("3.1.5", False), ("3.10", True)])

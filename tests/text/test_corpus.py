@@ -237,12 +237,12 @@ def test_tables_beside_other_text_are_a_question(write, tmp_path):
     write("my $data/train.csv", "text\none\ntwo\n")
     message = error(tmp_path / "my $data")
     assert len(corpus.files(str(tmp_path / "my $data"))) == 2  # folders of tokens may know both
-    assert "tables (" in message and "train.csv) and other text (" in message
+    assert "holds text (" in message and "LICENSE.txt) and tables (" in message
     flags = shlex.split(message.partition("as in ")[2])
     datasets = [flag.removeprefix("--dataset=") for flag in flags if flag != "or"]
     assert [list(documents(dataset)) for dataset in datasets] == [
-        ["one", "two"],
         ["All rights reserved."],
+        ["one", "two"],
     ]
 
 

@@ -27,8 +27,7 @@ from lessons import finetuned
 from program import RESUME_ME, StartAgain
 from storage.object_store import open_store
 from text import blocks, prepare, stream
-from text.blocks import BLOCK
-from text.shards import HEADER_BYTES, fingerprint, is_shard, shard_files, write_ids
+from text.shards import fingerprint, is_shard, write_ids
 from text.stream import StoredFolder
 
 pytest.importorskip("obstore", reason="object stores need obstore: see requirements-extra.txt")
@@ -157,18 +156,6 @@ def test_the_ranks_of_a_node_fetch_once(ranks, store, tokens, tmp_path):
     arguments = (place(store.url, tokens), tokens, cfg, store.variables, range(150))
     ranks(2)(compare_in_rank, *arguments)
     assert 0 < len(shards_asked_for(store)) <= len(blocks.read_index(tokens / blocks.NAME))
-
-
-def test_the_blocks_of_a_shard(tokens):
-    """Their checksums and places are those of the file; the last one may be shorter."""
-    index = blocks.read_index(tokens / blocks.NAME)
-    assert index.names == [path.name for path in shard_files(tokens)]
-    for name, first, end in zip(index.names, index.first, index.first[1:], strict=False):
-        content = (tokens / name).read_bytes()
-        spans = [index.span(block, block)[1:] for block in range(first, end)]
-        assert b"".join(content[a:b] for a, b in spans) == content[HEADER_BYTES:]
-        assert index.span(first, end - 1) == (name, HEADER_BYTES, len(content))
-        assert all(b - a == BLOCK for a, b in spans[:-1])
 
 
 def disk_use(folder: Path) -> int:

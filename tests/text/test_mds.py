@@ -97,7 +97,7 @@ def test_shards_beside_text_are_a_question(copy):
     folder = copy("zstd")
     (folder / "LICENSE.txt").write_text("All rights reserved.")
     message = refusal(read, folder)
-    (flag, *_) = shlex.split(message.partition("as in ")[2])
+    flag = shlex.split(message.partition("as in ")[2])[-1]
     assert read(flag.removeprefix("--dataset=")) == theirs.rows_of("zstd")
 
 
@@ -246,17 +246,6 @@ def flipped(old):
     return old
 
 
-def bomb(folder):
-    """40 kB that would become 400 MB, where the index promises its 2.9 kB."""
-    import pyarrow
-
-    made = pyarrow.Codec("zstd").compress(bytes(400 * 2**20), asbytes=True)
-    (folder / "shard.00000.mds.zstd").write_bytes(made)
-    index = json.loads((folder / "index.json").read_text())
-    index["shards"][0]["zip_data"] |= {"bytes": len(made), "hashes": {}}
-    (folder / "index.json").write_text(json.dumps(index))
-
-
 SHARD, INDEX = "shard.00000.mds", "index.json"
 DAMAGE = {  # name: folder, change, the file that the message names, words of it
     "cut": ("raw", content(lambda old: old[:-9]), SHARD, "bytes instead of"),
@@ -265,9 +254,9 @@ DAMAGE = {  # name: folder, change, the file that the message names, words of it
     "missing": ("raw", lambda folder: (folder / SHARD).unlink(), SHARD, "is missing"),
     "size": ("raw", entry(bytes=77), SHARD, "bytes instead of 77"),
     "size, decompressed": ("zstd", entry(bytes=7777), SHARD, "bytes instead of 7,777"),
-    "snappy's size": ("snappy", entry(bytes=7777), SHARD, "bytes instead of 7,777"),
+    "snappy's size": ("snappy", entry(bytes=7777, hashes={}), SHARD, "its offsets"),
+    "less for snappy": ("snappy", entry(bytes=777, hashes={}), SHARD, "damaged"),
     "huge size": ("zstd", entry(bytes=2**40), INDEX, "'bytes' is 1099511627776"),
-    "bomb": ("zstd", bomb, SHARD, "bytes instead of"),
     "not that compression": ("zstd", entry(compression="bz2"), SHARD, "damaged"),
     "compression": ("zstd", entry(compression="lz4:3"), INDEX, "its compression is 'lz4', known"),
     "samples": ("raw", entry(samples=-5), SHARD, "27 samples instead of -5"),

@@ -25,17 +25,6 @@ def test_every_example_is_in_one_row_and_no_row_is_too_long(lengths, room):
     assert sum(places * 2 <= room for places in used) <= 1
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=20))
-def test_rows_hold_the_examples_and_else_the_filler(contents):
-    examples = [np.array(content, np.int32) for content in contents]
-    rows = packing.pack([len(example) for example in examples], 8)
-    ids = packing.fill_rows(examples, rows, 8, filler=-1)
-    assert ids.dtype == np.int32 and len(ids) == 8 * len(rows) + 1 and ids[-1] == -1
-    for row, members in zip(ids[:-1].reshape(-1, 8).tolist(), rows, strict=True):
-        wanted = sum((contents[example] for example in members), [])
-        assert row == wanted + [-1] * (8 - len(wanted))
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rows_of_instructions_are_full(seed):
     """Lengths as instructions have them, log-normal around 150 tokens, in rows of 2,048."""

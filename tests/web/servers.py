@@ -39,6 +39,18 @@ def served_folder(tiny_run, folder) -> Path:
     return folder
 
 
+def openai_client(served, strict=True):
+    """OpenAI's own client. strict: it checks that each answer has the documented shape."""
+    import openai
+
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{served.port}/v1",
+        api_key=KEY,
+        max_retries=0,
+        _strict_response_validation=strict,
+    )
+
+
 class Served:
     """A running serve.py. model: what it serves, if anything. n_files: how many it may open."""
 
@@ -72,10 +84,6 @@ class Served:
         """(status, JSON) of a POST."""
         status, _, text = self.request("POST", path, body, **more)
         return status, json.loads(text)
-
-    def metric(self, name) -> float:
-        """A number of /metrics."""
-        return self.metrics()[name]
 
     def metrics(self) -> collections.Counter:
         """All numbers of /metrics by name and labels."""

@@ -8,7 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
@@ -301,8 +301,7 @@ FOLDERS = {
     "nothing": (Path.mkdir, "empty"),
     "another program's": (of_another_program, "empty"),
     "no step": (run_folder, "empty"),
-    "newer": (lambda folder: run_folder(folder, step(1), of_tomorrow=1), "newer"),
-    "a step": (lambda folder: run_folder(folder, step(1)), "stopped"),
+    "a step": (lambda folder: run_folder(folder, step(1), of_tomorrow=1), "stopped"),
     "dead": (dead, "stopped"),
     "silent": (silent, "stopped"),
     "all steps": (lambda folder: run_folder(folder, step(100)), "finished"),
@@ -321,7 +320,7 @@ def test_a_folder_is_shown_as_what_it_is(kind, tmp_path):
     client = client_of(tmp_path)
     line = line_of(client, "it")
     assert line["state"] == state
-    assert bool(line["problem"]) == (state in ("empty", "newer", "damaged"))
+    assert bool(line["problem"]) == (state in ("empty", "damaged"))
     curve_of(client, "it")
     assert "root:" not in json.dumps(got(client, "/api/runs/it/about"))
 
@@ -379,7 +378,6 @@ def test_hostile_names_are_text(tmp_path):
     assert set(HOSTILE) < set(lines)
     broken = set(lines) - set(HOSTILE)
     assert broken == {"\ufffd\ufffd", "a\ufffdb"}
-    assert all("rename it" in lines[name]["problem"] for name in broken)
     for name in HOSTILE:
         assert curve_of(client, quote(name))["x"] == [1]
         answer = client.get(f"/api/runs/{quote(name)}/card")
@@ -456,32 +454,26 @@ def test_damaged_files_never_fail_the_server(tmp_path, n_cases):
 def test_many_threads_ask_while_a_run_grows(tmp_path):
     folder = run_folder(tmp_path / "a", step(1))
     known = runs.Runs({"": tmp_path})
-    problems = []
 
     def ask():
-        try:
-            last = 1
-            while last < 300:
-                found = known.curve("a", "loss", 100, -1)
-                assert found["last"] >= last
-                assert found["problem"] is None
-                last = found["last"]
-                known.listed()
-        except BaseException as error:
-            problems.append(error)
+        last = 1
+        while last < 300:
+            found = known.curve("a", "loss", 100, -1)
+            assert found["last"] >= last
+            assert found["problem"] is None
+            last = found["last"]
+            known.listed()
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for number in range(2, 301):
-        line = json_lines(step(number)).encode()
-        with open(folder / "metrics.jsonl", "ab") as file:
-            file.write(line[:40])
-            file.flush()
-            file.write(line[40:])
-    for thread in threads:
-        thread.join()
-    assert not problems
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        for number in range(2, 301):
+            line = json_lines(step(number)).encode()
+            with open(folder / "metrics.jsonl", "ab") as file:
+                file.write(line[:40])
+                file.flush()
+                file.write(line[40:])
+        for each in asking:
+            each.result()
 
 
 # --- The server without a model

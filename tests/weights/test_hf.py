@@ -436,13 +436,8 @@ def test_import_sample_and_export(tmp_path, capsys):
     assert checkpoint.read_meta(tmp_path / "again/checkpoints/step-0")["tokenizer"] == "bytes"
 
 
-def test_the_tokenizer_must_be_ours_and_fit(theirs, tmp_path):
+def test_the_tokenizer_must_fit(tmp_path):
     hf.export(build(SMALL), tmp_path / "small")
-    settings = json.loads((theirs / "config.json").read_text())
-    settings["tokenizer_name"] = "EleutherAI/gpt-neox-20b"
-    (theirs / "config.json").write_text(json.dumps(settings))
-    message = refusal(hf.import_, theirs, tmp_path / "run")
-    assert "EleutherAI/gpt-neox-20b: put its tokenizer.json there" in message
     message = refusal(hf.import_, tmp_path / "small", tmp_path / "run", "bytes")
     assert "257 ids" in message and "vocab_size is 97" in message
     assert not (tmp_path / "run").exists()
@@ -568,20 +563,6 @@ def test_a_file_that_shrinks_while_it_is_read(theirs):
     assert "truncated or damaged" in refusal(tensor_files.fill, pieces, found)
 
 
-def test_a_tied_head_that_is_there_is_equal(theirs, monkeypatch):
-    """Older versions of transformers wrote a tied output layer under both names."""
-    monkeypatch.setattr(tensor_files, "CHUNK", 1000)
-    embedding = MPT(hf.settings_of(theirs)).state_dict()["transformer.wte.weight"]
-
-    def repeat(state):
-        state.update({"transformer.wte.weight": embedding, "lm_head.weight": embedding.clone()})
-
-    rewrite(theirs, repeat)
-    model = empty(hf.settings_of(theirs))
-    hf.load_into(model, theirs)
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
 def test_nothing_is_half_written(tmp_path, theirs):
     """The disk is full (here: a limit on file sizes), or the target exists: import and export."""
     hf.export(build(replace(SMALL, vocab_size=300)), tmp_path / "fits")
@@ -623,15 +604,12 @@ def test_weights_that_the_format_lacks_are_not_exported(tmp_path):
     assert "up_proj.weight (192, 48) instead of (96, 48)" in message
 
 
-ODD_STATES = [7, [1], "x", None, {}, {"model": 7}, {"model": [1]}, {"model": {1: 2}}, torch.ones(2)]
-
-
-@pytest.mark.parametrize("state", ODD_STATES, ids=range(len(ODD_STATES)))
-def test_a_composer_state_of_a_wrong_type_is_one_line(state, tmp_path):
+def test_a_composer_state_of_a_wrong_type_is_one_line(tmp_path):
     path = tmp_path / "ep0.pt"
-    torch.save({"state": state}, path)
-    assert "does not hold its model's settings" in refusal(hf.settings_of, path)
-    assert "ep0.pt" in refusal(tensor_files.locate, path)
-    held = {"integrations": {"huggingface": {"model": {"config": {"content": state}}}}}
-    torch.save({"state": held}, path)
-    assert "ep0.pt" in refusal(hf.settings_of, path)
+    for state in (7, [1], "x", None, {}, {"model": 7}, {"model": [1]}, {"model": {1: 2}}):
+        torch.save({"state": state}, path)
+        assert "does not hold its model's settings" in refusal(hf.settings_of, path)
+        assert "ep0.pt" in refusal(tensor_files.locate, path)
+        held = {"integrations": {"huggingface": {"model": {"config": {"content": state}}}}}
+        torch.save({"state": held}, path)
+        assert "ep0.pt" in refusal(hf.settings_of, path)

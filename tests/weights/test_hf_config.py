@@ -224,37 +224,3 @@ def test_settings_that_the_format_lacks_are_not_exported(name, value):
     assert hf_config.config_to(cfg) == hf_config.config_to(SMALL)
     message = refusal(hf_config.config_to, replace(cfg, **{name: value}))
     assert f"{name}={value}" in message and "format cannot" in message
-
-
-# --- settings of a wrong type
-
-NESTED = json.loads("[" * 500 + "]" * 500)
-
-
-ODD = [[1], {"a": 1}, NESTED, float("nan"), float("inf"), 10**400, -(2**63), "64", None, True]
-
-
-@pytest.mark.parametrize("key", "d_model expansion_ratio logit_scale norm_type".split())
-def test_settings_of_a_wrong_type_are_one_line(key, tmp_path):
-    """The message names the file and the setting. Only logit_scale may be null."""
-    file = tmp_path / "config.json"
-    for value in ODD:
-        file.write_text(json.dumps({"model_type": "mpt", "attn_config": {}} | {key: value}))
-        settings = files.read_json(file)
-        if key == "logit_scale" and value is None:
-            hf_config.config_from(settings, str(file))
-            continue
-        message = refusal(hf_config.config_from, settings, str(file))
-        assert str(file) in message and key in message and len(message) < 400
-
-
-@pytest.mark.parametrize("value", [7, "x", [1], {"a": NESTED}], ids=["int", "text", "list", "deep"])
-def test_groups_of_a_wrong_type_are_one_line(value):
-    for key in "architectures attn_config ffn_config model_type what_is_this".split():
-        if key == "architectures" and value == [1]:
-            assert not hf_config.config_from({"model_type": "mpt", key: value}).alibi
-            continue
-        message = refusal(
-            hf_config.config_from, {"model_type": "mpt"} | {key: value}, "their/config.json"
-        )
-        assert message.startswith("their/config.json")

@@ -191,15 +191,6 @@ def test_what_ends_a_text_stays_with_the_model(tmp_path, capsys):
     assert (tmp_path / "back/chat_template.jinja").exists()
 
 
-@pytest.mark.parametrize("value", ["2", [0, None], -1, 2**40, True, {"a": 1}], ids=str)
-def test_an_end_that_is_no_id_is_one_line(value, tmp_path):
-    folder = tmp_path / "theirs"
-    write_folder(folder, "bytes")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    assert "sets eos_token_id to " in refusal(hf.import_, folder, tmp_path / "run", "bytes")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_that_begins_with_a_folder_keeps_what_describes_its_tokenizer(tmp_path):
     folder = tmp_path / "theirs"
     write_folder(folder, "theirs")

@@ -1,9 +1,8 @@
-"""weights/tensor_files.py: headers that lie, pickles that point beyond their file, links."""
+"""weights/tensor_files.py: pickles that point beyond their file, links; see test_fuzz.py, too."""
 
 import json
 import os
 import re
-import struct
 import sys
 import zipfile
 
@@ -15,54 +14,9 @@ from weights import tensor_files
 
 pytest.importorskip("safetensors", reason="see requirements-extra.txt")
 
-GOOD = {
-    "__metadata__": {"format": "pt"},
-    "a.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-    "b": {"dtype": "BF16", "shape": [], "data_offsets": [24, 26]},
-    "c": {"dtype": "F16", "shape": [3], "data_offsets": [26, 32]},
-}
-
-
-def packed(header, size=32, length=None):
-    """A safetensors file: its header and `size` bytes of tensors.
-
-    length: what it says of the length of its header; None: the truth.
-    """
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + bytes(size)
-
-
-def with_c(**changes):
-    """A file in which the entry of the last tensor says something else."""
-    return packed(GOOD | {"c": GOOD["c"] | changes})
-
-
-DAMAGED = "is truncated or damaged, or not a safetensors file"
-LIES = {  # test_fuzz.py has random ones
-    "a longer header": (packed(GOOD, length=10**6), DAMAGED),
-    "a byte is missing": (packed(GOOD, 31), DAMAGED),
-    "a byte more": (packed(GOOD, 33), DAMAGED),
-    "a larger shape": (with_c(shape=[4]), DAMAGED),
-    "a shape beyond 64 bits": (with_c(shape=[2**62] * 16), DAMAGED),
-    "a negative size": (with_c(shape=[-3]), DAMAGED),
-    "beyond the end": (with_c(data_offsets=[28, 34]), DAMAGED),
-    "over another tensor": (with_c(data_offsets=[24, 30]), DAMAGED),
-    "integers": (with_c(dtype="I16"), "c in .* is I16, expected one of: F64"),
-}
-
-
-@pytest.mark.parametrize("content, message", LIES.values(), ids=LIES)
-def test_a_header_that_lies_is_one_line(content, message, tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(packed(GOOD))
-    assert tensor_files.locate(tmp_path)["a.weight"].shape == (2, 3)
-    path.write_bytes(content)
-    found = refusal(tensor_files.locate, tmp_path)
-    assert re.search(message, found) and "model.safetensors" in found and "\n" not in found
-
 
 def test_without_the_package_one_line_says_how_to_install_it(tmp_path, monkeypatch):
-    (tmp_path / "model.safetensors").write_bytes(packed(GOOD))
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     message = refusal(tensor_files.locate, tmp_path)
     assert "needs the package safetensors" in message

@@ -16,7 +16,6 @@ const HEADS = [
   ["step", "Step"],
   ["updated", "Updated"],
 ];
-const WORDS = { newer: "newer version" }; // of states; all others are said as they are
 const MOST_AT_ONCE = 20; // curves
 const END = 12; // letters of a name that are always shown
 const MOST_ABREAST = 3; // runs, as columns of the table of settings; more of them are its rows
@@ -114,7 +113,7 @@ function fillRow({ node, cells, reason, run }) {
   const isWhole = !run.max_steps || run.step === run.max_steps;
   const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${compact(run.max_steps)}`;
   const losses = [number(run.loss), number(run.val_loss)];
-  const texts = [WORDS[run.state] ?? run.state, ...losses, steps, ago(run.updated)];
+  const texts = [run.state, ...losses, steps, ago(run.updated)];
   texts.forEach((text, i) => say(cells[i + 1], text));
   node.dataset.state = run.state;
   node.classList.toggle("noted", Boolean(run.problem));
