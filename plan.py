@@ -35,7 +35,7 @@ import devices
 import flops
 import program
 from config import MPTConfig, TrainConfig
-from planning import answer, budget, calibrate, memory, picture, search, step_time
+from planning import answer, budget, calibrate, picture, search, step_time
 from planning.answer import PlanArgs, Row
 from planning.fleet import fleet_of, with_flags
 from planning.search import LayoutArgs, Plan, Question
@@ -72,7 +72,7 @@ def question(argv: list[str]) -> tuple[Question, PlanArgs]:
         require(not several, f"{word}: expected one number, such as --devices=64; {fix}")
 
     classes = (MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
-    m, cfg, asked, args = config.load(memory.with_base(argv), *classes)
+    m, cfg, asked, args = config.load(flops.with_base(argv), *classes)
     files = [text for text in argv if not text.startswith("-")]
     given = {flops.flag_name(text) for text in argv}
     require_one_question(cfg, args, files, given)

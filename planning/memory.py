@@ -46,7 +46,6 @@ import devices
 import flops
 import program
 from config import Checkpointing, MPTConfig, TrainConfig, blocks_of
-from planning import matmuls
 from program import require, table
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
@@ -78,12 +77,6 @@ class MemoryArgs:
 
     ranks: int = 1  # global ranks, each with one device: data-parallel x tp x pp
     device: str = "auto"  # mi250, h100-nvl, ...: show the largest microbatch that it can hold
-
-
-def with_base(argv: list[str]) -> list[str]:
-    """argv with a base for the adapters that it asks for: a run needs one, no plan reads it."""
-    asks_for_adapters = "lora_rank" in map(flops.flag_name, argv)
-    return ["--init_from=any", *argv] if asks_for_adapters else argv
 
 
 def width(precision: str) -> int:
@@ -391,17 +384,16 @@ class Rank:
     def list_blocks(self) -> list[Block]:
         """This rank's blocks."""
         m, cfg = self.m, self.cfg
-        setup = matmuls.setup_of(cfg)
-        adapted = matmuls.adapted_blocks(m, setup)
-        first = matmuls.first_backward(m, setup)
+        adapted = flops.adapted_blocks(m, cfg)
+        first = flops.first_backward(m, cfg)
         sizes = {}  # blocks of a kind keep the same
         blocks = []
         for number in self.numbers:
             # A later stage has a backward for the hidden states that it receives. The first block
             # with a backward passes no gradient on.
             has_backward = number >= first or not self.is_first
-            passes_on = number > first or not self.is_first or matmuls.trains_vectors(m, setup)
-            recomputed = setup.checkpointing_of(number) != "none"
+            passes_on = number > first or not self.is_first or flops.trains_vectors(m, cfg)
+            recomputed = flops.checkpointing_of(cfg, number) != "none"
             kind = recomputed, number in adapted, passes_on
             if kind not in sizes:
                 sizes[kind] = self.kept_and_again(*kind)
@@ -878,7 +870,7 @@ def report(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> 
 
 def main(argv: list[str]) -> None:
     """Print the table for the config files and flags in argv."""
-    m, cfg, args = config.load(with_base(argv), MPTConfig, TrainConfig, MemoryArgs)
+    m, cfg, args = config.load(flops.with_base(argv), MPTConfig, TrainConfig, MemoryArgs)
     precision = "fp32" if cfg.precision == "fp32" else "bf16"
     print(report(m, cfg, args, precision))
 

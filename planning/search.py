@@ -392,7 +392,7 @@ def layout_text(plan: Plan) -> str:
 def main(argv: list[str]) -> None:
     """Print all splits for the config files and flags in argv, the fastest first."""
     classes = (MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
-    m, cfg, asked, args = config.load(memory.with_base(argv), *classes)
+    m, cfg, asked, args = config.load(flops.with_base(argv), *classes)
     q = Question(m, cfg, asked, fleet_of(args))
     try:
         plans = best(q, n=len(splits_of(q)))

@@ -123,7 +123,6 @@ class StepTime:
         self.n_params_by_part = flops.params_by_part(m)
 
         self.stage_sizes = stage_sizes(m.n_layers, fleet.pp)
-        self.setup = matmuls.setup_of(cfg)
         self.mode = cfg.sharding_mode
         self.shard_ranks = min(fleet.dp, cfg.shard_ranks(fleet.dp, fleet.dp_ranks_per_node))
 
@@ -147,7 +146,7 @@ class StepTime:
             self.n_trained = cfg.lora_rank * sum(self.adapter_widths())
             self.n_params += self.n_trained
         # Blocks of this stage with a backward: below the first adapter there is none.
-        first = matmuls.first_backward(m, self.setup)
+        first = flops.first_backward(m, cfg)
         own = blocks_of(m.n_layers, stage, fleet.pp)
         self.backward_layers = len(range(max(first, own.start), own.stop))
         self.is_lowest_backward = first in own
@@ -169,7 +168,7 @@ class StepTime:
         """How many numbers of a token the adapters' A read on this stage, and their B write."""
         if not self.cfg.lora_rank:
             return 0, 0
-        adapted = matmuls.adapted_blocks(self.m, self.setup)
+        adapted = flops.adapted_blocks(self.m, self.cfg)
         own = blocks_of(self.m.n_layers, self.stage, self.fleet.pp)
         n_blocks = sum(i in adapted for i in own)
         ends = memory.adapter_ends(self.m, self.fleet.tp)
@@ -212,7 +211,7 @@ class StepTime:
         """The same where frozen weights have no gradient. Tensor ranks share all evenly."""
         per_token = 2 * 2 * self.m.vocab_size * self.m.d_model if self.is_last else 0
         for i in blocks_of(self.m.n_layers, self.stage, self.fleet.pp):
-            for part, passes in matmuls.block_by_pass(self.m, self.setup, i).items():
+            for part, passes in matmuls.block_by_pass(self.m, self.cfg, i).items():
                 if part not in matmuls.ATTENTION:
                     per_token += sum(passes.values())
         return self.tokens * per_token / self.fleet.tp
@@ -473,7 +472,7 @@ def tokens_per_second(
 
 def main(argv: list[str]) -> None:
     """Print the seconds of a step by part for the config files and flags in argv."""
-    m, cfg, args = config.load(memory.with_base(argv), MPTConfig, TrainConfig, FleetArgs)
+    m, cfg, args = config.load(flops.with_base(argv), MPTConfig, TrainConfig, FleetArgs)
     fleet = fleet_of(args, cfg.tp, cfg.pp)
     parts = StepTime(m, cfg, fleet).parts()
     on = f"{args.devices} x {fleet.device.name}"

@@ -196,7 +196,7 @@ def test_finetuning_and_adapters_of_the_released_7b():
 
     model, train = settings_of("lora_mpt7b")
     assert model == whole and train.init_from == "mpt-7b"
-    n_adapters = flops.n_lora(model, flops.setup_of(train))
+    n_adapters = flops.n_lora(model, train)
     assert f"{n_adapters:,} parameters" in comment_of("lora_mpt7b")
     assert n_adapters == 32 * train.lora_rank * (2 + 4 + 5 + 5) * 4096  # in + out of four layers
 
