@@ -9,7 +9,6 @@ kinds of device, models for a budget), `text` a single row in detail, and JSON h
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import flops
 import program
@@ -17,28 +16,16 @@ from config import MPTConfig, TrainConfig
 from devices import Device
 from planning import certainty, matmuls, search, step_time
 from planning.budget import TOKENS_PER_PARAMETER, chinchilla_loss
-from planning.fleet import (
-    NODE_OVER_BOARD,
-    NODE_WATTS,
-    UNKNOWN_LINK,
-    FleetArgs,
-    network_words,
-    of_family,
-)
+from planning.fleet import NODE_OVER_BOARD, NODE_WATTS, UNKNOWN_LINK, FleetArgs, of_family
 from planning.search import Plan, Question
 from program import UserError, require
 
 # The settings that fsdp_train.py needs for a layout.
 LAYOUT = """tp sequence_parallel pp sharding shard_size activation_checkpointing recompute_every
     microbatch_size global_batch_size""".split()
-# Dash et al., "Optimizing Distributed Training on Frontier for Large Language Models" (2312.12705):
-# models of 22B, 175B and 1T. {(n_layers, d_model): TFLOP/s of one GCD of MI250X}
-PUBLISHED_FRONTIER = {(48, 6144): 73.5, (96, 12288): 69.2, (128, 25600): 61.2}
 # Settings of which each kind of device may have its own: --device=h100,mi250 --price=2.5,1.2
 OF_A_KIND = """device machine node_size network bandwidth memory_gb attention_efficiency
     calibrate price watts""".split()
-
-TrainerName = Literal["ours", "foundry"]
 
 
 @dataclass
@@ -48,14 +35,13 @@ class PlanArgs(FleetArgs):
     choose: bool = False  # choose the layout even where a config file sets it
     global_batch_size: int = 0  # sequences of a step (0: 256 or a bit more, at least 4 a device)
     max_steps: int = 0  # steps of the run, from which its tokens and time follow
-    trainer: TrainerName = "ours"  # foundry: reduce in bf16, residuals in fp32, as in its runs
     tokens: float = 0.0  # to train on (0: of max_steps, else 20 a parameter; adapters: 4800 steps)
     price: float = 0.0  # of one torch device for an hour; two kinds of device: 2.5,1.2
     watts: float = 0.0  # of one torch device with its share of the node (0: from the table)
     calibrate: str = ""  # a .csv of bench train, machine.json, a file of planning.calibrate --save
     sweep_devices: str = ""  # numbers of devices: 8,16,64
     budget: float = 0.0  # days: plan the Chinchilla-optimal model that trains in this many
-    plot: bool = False  # draw sweep, kinds of device or memory; alone: the published MI250 runs
+    plot: bool = False  # draw sweep, kinds of device or memory
     out: str = "plan.png"  # where to draw
     json: bool = False  # print JSON
 
@@ -89,7 +75,6 @@ class Row:
     mfu: float | None = None  # 0 to 1
     tflops_per_device: float | None = None
     convention: str = ""  # what the two count
-    published: dict | None = None  # TFLOP/s of a device, beside the plan's
     bytes: dict | None = None  # of one device at its peak, by part
     gb: float | None = None  # all of them
     memory_gb: float | None = None  # GiB of the device
@@ -138,7 +123,6 @@ def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
         mfu=plan.mfu,
         tflops_per_device=rate * flops_per_token / fleet.devices / 1e12,
         convention=matmuls.convention_of(cfg),
-        published=published(plan),
         bytes=plan.bytes,
         gb=plan.bytes["peak"] / 1e9,
         memory_gb=fleet.device.memory_gb,
@@ -151,7 +135,7 @@ def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
         **run,
         band={"tokens_per_second": [rate * low, rate * high], **band},
         certainty=kind,
-        assumed=(*assumed_fleet(plan, args), *assumed_speed(plan, args), *assumed_run(plan, args)),
+        assumed=(*assumed_fleet(plan), *assumed_speed(plan, args), *assumed_run(plan, args)),
     )
 
 
@@ -199,28 +183,6 @@ def model_flags(m: MPTConfig) -> str:
     return " ".join(f"--{name}={getattr(m, name)}" for name in names)
 
 
-def published(plan: Plan) -> dict | None:
-    """The published TFLOP/s of a device for this shape, beside the plan's; None if there are none.
-
-    Megatron's programs count what is recomputed, too; we do not know which was published.
-    """
-    shape = plan.m.n_layers, plan.m.d_model
-    if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
-        return None
-    return {
-        "tflops_per_device": PUBLISHED_FRONTIER[shape],
-        "source": "arXiv 2312.12705",
-        "planned": plan.mfu * plan.fleet.device.bf16_tflops,
-        "planned_with_recomputation": hardware_tflops(plan),
-    }
-
-
-def hardware_tflops(plan: Plan) -> float:
-    """TFLOP/s of a device, with the forwards that are computed twice."""
-    per_token = matmuls.flops_of_run(plan.m, plan.cfg, recomputed=True)
-    return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
-
-
 # --------------------------------------------------------------------------------------------------
 # Rows as text
 
@@ -243,17 +205,14 @@ def table(rows: list[Row]) -> str:
         "cost": [number(row.cost) for row in rows],
         "kWh": [number(row.kwh) for row in rows],
         "efficiency": [row.efficiency and f"{row.efficiency:.1%}" for row in rows],
-        "layout": [row.problem or row.layout_text + fault(row) for row in rows],
+        "layout": [
+            row.problem or row.layout_text + ": DOES NOT FIT" * (not row.fits) for row in rows
+        ],
     }
     if len(set(columns[""])) == 1:
         del columns[""]
     shown = {head: [cell or "-" for cell in cells] for head, cells in columns.items() if any(cells)}
     return program.table(shown, zip(*shown.values(), strict=True))
-
-
-def fault(row: Row) -> str:
-    """What is wrong with a layout, as text."""
-    return "" if row.fits else ": DOES NOT FIT"
 
 
 def unit_of_time(rows: list[Row]) -> str:
@@ -384,18 +343,12 @@ def summary_lines(row: Row) -> list[str]:
         energy = f", {number(row.kwh)} kWh ({span(band['kwh'])})"
     run = f"{tokens_text(row.tokens)}, --max_steps={row.max_steps}: {time}{cost}{energy}"
     speed = f"{row.tflops_per_device:.1f} TFLOP/s a device, MFU {row.mfu:.1%}"
-    lines = [
+    return [
         *labelled("memory", [f"{row.share_of_memory:.0%} of {row.memory_gb:g} GiB: {fits}"]),
         *labelled("speed", [f"{speed} ({row.convention})"]),
         *labelled("the run", [run]),
         *labelled("certainty", certainty_lines([row])),
     ]
-    if row.published:
-        theirs = f"{row.published['tflops_per_device']} TFLOP/s a GCD on Frontier"
-        again = f"{row.published['planned_with_recomputation']:.1f} with what is recomputed"
-        ours = f"this plan: {row.published['planned']:.1f}, or {again}"
-        lines += labelled("published", [f"{theirs} ({row.published['source']}); {ours}"])
-    return lines
 
 
 def training_lines(row: Row) -> list[str]:
@@ -410,7 +363,7 @@ def training_lines(row: Row) -> list[str]:
 # What was assumed
 
 
-def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
+def assumed_fleet(plan: Plan) -> list[str]:
     """Nodes, links, cards and the network."""
     device, fleet = plan.fleet.device, plan.fleet
     link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {UNKNOWN_LINK:g}"
@@ -419,14 +372,15 @@ def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
         lines.append(f"{fleet.node_size} devices a node, link {link} GB/s each way")
     if device.per_card > 1:
         lines.append(f"a card is {device.per_card} torch devices")
-    if fleet.devices > fleet.node_size and fleet.network_from != "set":
-        lines.append(network_words(fleet, args))
+    if fleet.devices > fleet.node_size and fleet.network_note:
+        lines.append(fleet.network_note)
     return lines
 
 
 def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
     """Where the speed comes from: whose runs, matmuls, attention and kernels."""
     device, cfg, c = plan.fleet.device, plan.cfg, step_time.Constants()
+    reachable = device.reachable or c.reachable
     if args.calibrate:
         lines = list(plan.fleet.notes)
     elif device.name.startswith(certainty.COMPARED):
@@ -435,8 +389,7 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
         fix = "set --calibrate to use your own"
         lines = [f"speed EXTRAPOLATED: the fit has no run on {device.name}: {fix}"]
     if device.reachable is None:
-        share = f"{c.reachable:.0%} of the peak"
-        lines.append(f"matmuls reach {share}: not measured on {device.name}")
+        lines.append(f"matmuls reach {reachable:.0%} of the peak: not measured on {device.name}")
     if device.attention is None:
         share = f"{step_time.attention_share(device, c):.0%} of the peak"
         fix = "set --attention_efficiency for newer ones"
@@ -451,25 +404,16 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
     if certainty.launch_share(plan.m, cfg, plan.fleet) > 1:
         start = f"about {1e3 * certainty.LAUNCHES:g} ms to start, longer than they run"
         lines.append(f"the kernels of a block take {start}: that is not in the model")
-    return lines + doubts(plan)
-
-
-def doubts(plan: Plan) -> list[str]:
-    """The lines about attention or a step that someone has set faster than large matmuls are."""
-    device = plan.fleet.device
-    reachable = device.reachable or step_time.Constants().reachable
-    share = hardware_tflops(plan) / device.bf16_tflops
-    fastest = f"but large matmuls reach {reachable:.0%}"
-    lines = []
-    if device.attention and device.attention > reachable:
-        lines.append(f"DOUBTFUL: attention at {device.attention:.0%} of the peak, {fastest}")
+    per_token = matmuls.flops_of_run(plan.m, cfg, recomputed=True)
+    share = plan.tokens_per_second * per_token / plan.fleet.devices / device.bf16_tflops / 1e12
     if share > reachable:
-        lines.append(f"DOUBTFUL: {share:.0%} of the peak (masked scores counted), {fastest}")
+        masked = f"{share:.0%} of the peak (masked scores counted)"
+        lines.append(f"DOUBTFUL: {masked}, but large matmuls reach {reachable:.0%}")
     return lines
 
 
 def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
-    """Tokens, batch, attention and power."""
+    """Tokens, batch and power."""
     device, cfg = plan.fleet.device, plan.cfg
     lines = []
     if cfg.lora_rank and not args.max_steps and args.tokens == tokens_of_steps(plan.m, cfg):
@@ -480,9 +424,6 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
     if not args.global_batch_size:
         batch = f"a global batch of {cfg.global_batch_size} sequences"
         lines.append(f"{batch}: set --global_batch_size")
-    if plan.m.alibi or plan.m.attn_impl != "triton":
-        kernel = "attention by a fused kernel: it stores no scores"
-        lines.append(f"{kernel}, and ALiBi adds no columns to q and k")
     device_watts = watts(device, args)
     if not args.watts and device_watts:
         of_board = f"{NODE_OVER_BOARD} times the board's"

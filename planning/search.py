@@ -29,13 +29,12 @@ import program
 from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConfig, stage_sizes
 from planning import matmuls, memory, step_time
 from planning.fleet import Fleet, FleetArgs, fleet_of
-from planning.step_time import Constants, StepTime, Trainer
+from planning.step_time import Constants, StepTime
 from program import UserError, require
 
 # The settings of a layout that are chosen if they are auto.
 OPEN = """tp pp sharding microbatch_size activation_checkpointing recompute_every
     sequence_parallel""".split()
-NOT_ALONE = ("recompute_every", "sequence_parallel")  # chosen if another is, or if set auto
 RECOMPUTE_EVERY = (4, 2, 1)  # those that are tried
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # and all rows at once
 MOST_DEVICES = 2**17  # of a fleet on which a model might fit
@@ -55,14 +54,14 @@ class LayoutArgs:
     sharding: AutoSharding = "auto"  # see parallel.py
     microbatch_size: AutoInt = "auto"  # sequences
     activation_checkpointing: AutoCheckpointing = "auto"  # see parallel.py
-    recompute_every: AutoInt = "auto"  # of every k-th block; chosen if the mode is, or if set auto
+    recompute_every: AutoInt = "auto"  # of every k-th block; chosen if the mode is, else 1
     sequence_parallel: AutoBool = "auto"  # with tp: cut the tokens between layers, too
-    simplest: bool = False  # the least tensor and pipeline parallelism with which the model fits
 
     @property
     def is_open(self) -> bool:
         """Is anything left to choose, beside what is chosen only if something else is?"""
-        return any(getattr(self, name) == "auto" for name in OPEN if name not in NOT_ALONE)
+        others = self.sharding, self.microbatch_size, self.activation_checkpointing
+        return "auto" in (self.tp, self.pp, *others)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class Question:
     asked: LayoutArgs
     fleet: Fleet  # its tp and pp are found
     c: Constants = Constants()
-    trainer: Trainer = step_time.OURS
 
 
 @dataclass(frozen=True)
@@ -110,15 +108,9 @@ class Plan:
         return flops.utilization(per_token, self.tokens_per_second, self.fleet.devices, peak)
 
 
-def evaluate(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    fleet: Fleet,
-    c: Constants | None = None,
-    trainer: Trainer = step_time.OURS,
-) -> Plan:
+def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants | None = None) -> Plan:
     """The plan of this layout. Raises UserError if it is impossible."""
-    seconds = StepTime(m, cfg, fleet, c, trainer).parts()
+    seconds = StepTime(m, cfg, fleet, c).parts()
     return Plan(m, cfg, fleet, seconds, memory.bytes_by_part(m, cfg, fleet.devices))
 
 
@@ -148,11 +140,10 @@ def sequence_choices(q: Question, tp: int) -> list[bool]:
     """The sequence_parallel to try."""
     if tp == 1:
         return [False]
-    if q.asked.sequence_parallel != "auto":
-        return [q.asked.sequence_parallel]
-    if not q.asked.is_open and q.cfg.sequence_parallel != "auto":
-        return [q.cfg.sequence_parallel]
-    return [False, True]
+    asked = q.asked.sequence_parallel
+    if asked != "auto":
+        return [asked]
+    return [False, True] if q.asked.is_open else [False]
 
 
 def sharding_modes(asked: LayoutArgs, fleet: Fleet) -> list[str]:
@@ -168,19 +159,14 @@ def sharding_modes(asked: LayoutArgs, fleet: Fleet) -> list[str]:
 def recomputations(q: Question, pp: int) -> list[tuple[Checkpointing, int]]:
     """(activation_checkpointing, recompute_every) to try. All stages recompute as much."""
     mode, every = q.asked.activation_checkpointing, q.asked.recompute_every
-    own_every = 1 if q.cfg.recompute_every == "auto" else q.cfg.recompute_every
-    if every == "auto" and mode != "auto" and q.cfg.recompute_every != "auto":
-        every = own_every  # auto only if the user says so
+    if mode != "auto":
+        return [(mode, 1 if every == "auto" else every)]
     everys = [every]
     if every == "auto":
         sizes = stage_sizes(q.m.n_layers, pp)
         even = [k for k in RECOMPUTE_EVERY if pp == 1 or all(n % k == 0 for n in sizes)]
         everys = [k for k in even if k <= q.m.n_layers]
-
-    ways = []
-    for each in ["none", "selective", "full"] if mode == "auto" else [mode]:
-        ways += [(each, k) for k in ([own_every] if each == "none" else everys)]
-    return ways
+    return [("none", everys[-1]), *itertools.product(["selective", "full"], everys)]
 
 
 def splits_of(q: Question) -> list[tuple[TrainConfig, Fleet]]:
@@ -248,31 +234,29 @@ def layouts(q: Question, cfg: TrainConfig, fleet: Fleet, ends=False) -> Iterator
 def best(q: Question, n: int = 1) -> list[Plan]:
     """The n fastest tp, pp and sharding that fit, each with the fastest of all else.
 
-    If asked.simplest, only those with the smallest tp x pp that fits. If nothing is left open, the
-    only layout, whether it fits or not. Raises UserError if nothing fits.
+    A layout of which nothing is left open is the answer whether it fits or not. Raises UserError if
+    nothing fits.
     """
     splits = splits_of(q)
-    if not q.asked.is_open and "auto" not in (q.cfg.recompute_every, q.cfg.sequence_parallel):
-        return [smallest(q, *splits[0])]
-    splits = [split for split in splits if can_fit(q, *split)]
-    if not splits:
-        raise UserError(nothing_fits(q))
-    if q.asked.simplest:
-        fewest = splits[0][1].tp * splits[0][1].pp
-        splits = [split for split in splits if split[1].tp * split[1].pp == fewest]
+    if not q.asked.is_open:
+        ((cfg, fleet),) = splits
+        (layout,) = layouts(q, cfg, fleet)
+        return [evaluate(q.m, layout, fleet, q.c)]
+    possible = [split for split in splits if can_fit(q, *split)]
+    if not possible:
+        raise UserError(nothing_fits(q, splits))
 
     rated = []
-    for cfg, fleet in splits:
+    for cfg, fleet in possible:
         for layout in layouts(q, cfg, fleet):
-            rate = step_time.tokens_per_second(q.m, layout, fleet, q.c, q.trainer)
+            rate = step_time.tokens_per_second(q.m, layout, fleet, q.c)
             rated.append((rate, layout, fleet))
     rated.sort(key=lambda layout: -layout[0])
-
     found = {}
     for _, layout, fleet in rated:
         key = layout.tp, layout.pp, layout.sharding
         if key not in found and memory.fits(q.m, layout, fleet.devices, room(fleet)):
-            found[key] = evaluate(q.m, layout, fleet, q.c, q.trainer)
+            found[key] = evaluate(q.m, layout, fleet, q.c)
             if len(found) == n:
                 break
     return list(found.values())
@@ -289,16 +273,8 @@ def can_fit(q: Question, cfg: TrainConfig, fleet: Fleet) -> bool:
     All rows at once may take less than one sequence at a time: no gradients wait for other
     microbatches. To recompute nothing may take less than all, where a stage has one block.
     """
-    limit = room(fleet)
     ends = layouts(q, cfg, fleet, ends=True)
-    return any(memory.fits(q.m, layout, fleet.devices, limit) for layout in ends)
-
-
-def smallest(q: Question, cfg: TrainConfig, fleet: Fleet) -> Plan:
-    """The plan of a split that takes the least memory."""
-    ends = layouts(q, cfg, fleet, ends=True)
-    plans = [evaluate(q.m, layout, fleet, q.c, q.trainer) for layout in ends]
-    return min(plans, key=lambda plan: plan.bytes["peak"])
+    return any(memory.fits(q.m, layout, fleet.devices, room(fleet)) for layout in ends)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -314,10 +290,15 @@ def too_much(n_bytes: dict, memory_gb: float) -> str:
     return f"{over}; the largest part is {largest}, {parts[largest] / 1e9:,.1f} GB"
 
 
-def nothing_fits(q: Question) -> str:
+def nothing_fits(q: Question, splits: list[tuple[TrainConfig, Fleet]]) -> str:
     """The message: how far the smallest layout is from fitting, and what would fit."""
-    plans = [smallest(q, *split) for split in splits_of(q)]
-    plan = min(plans, key=lambda plan: plan.bytes["peak"])
+    found = []
+    for cfg, fleet in splits:
+        for layout in layouts(q, cfg, fleet, ends=True):
+            peak = memory.bytes_by_part(q.m, layout, fleet.devices)["peak"]
+            found.append((peak, layout, fleet))
+    _, layout, fleet = min(found, key=lambda row: row[0])
+    plan = evaluate(q.m, layout, fleet)
     size = f"{flops.n_params(q.m) / 1e9:.3g}B parameters"
     problem = f"{size} do not fit {q.fleet.devices} x {q.fleet.device.name} in any layout you allow"
     over = too_much(plan.bytes, plan.fleet.device.memory_gb)
@@ -330,7 +311,7 @@ def what_fits(q: Question) -> list[str]:
     """The flags that make the model fit: on these devices, and as it is on more of them."""
     fixes = []
     auto = dict.fromkeys(("microbatch_size", "activation_checkpointing", "recompute_every"), "auto")
-    for asked in (replace(q.asked, **auto), LayoutArgs(simplest=True)):
+    for asked in (replace(q.asked, **auto), LayoutArgs()):
         wider = replace(q, asked=asked)
         if asked != q.asked and fits_somehow(wider):
             fixes.append(flags_that_differ(fastest(wider), q))
@@ -394,16 +375,11 @@ def main(argv: list[str]) -> None:
     classes = (MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
     m, cfg, asked, args = config.load(flops.with_base(argv), *classes)
     q = Question(m, cfg, asked, fleet_of(args))
-    try:
-        plans = best(q, n=len(splits_of(q)))
-    except UserError:  # nothing fits
-        plans = [smallest(q, *split) for split in splits_of(q)]
     print(f"{flops.n_params(m) / 1e9:.3g}B parameters, {args.devices} x {q.fleet.device.name}\n")
     rows = []
-    for plan in plans:
+    for plan in best(q, n=len(splits_of(q))):
         rate, peak = f"{plan.tokens_per_second:,.0f}", f"{plan.bytes['peak'] / 1e9:.1f}"
-        layout = layout_text(plan) + ("" if plan.fits else ": DOES NOT FIT")
-        rows.append([rate, f"{plan.mfu:.1%}", peak, layout])
+        rows.append([rate, f"{plan.mfu:.1%}", peak, layout_text(plan)])
     print(program.table(["tokens/s", "MFU", "GB", "layout"], rows))
 
 

@@ -63,13 +63,6 @@ def test_tokens_are_the_config_files_else_twenty_a_parameter(capsys):
     assert assumptions(capsys, "20 tokens a parameter", "--device=h100")
 
 
-def test_tokens_and_steps_that_agree_are_no_contradiction(capsys):
-    """Steps are whole numbers; those of a config file give way to a flag."""
-    question = [MPT7B, "--device=mi250", "--tokens=1e9"]
-    assert planned(capsys, *question, "--max_steps=477")["max_steps"] == 477
-    assert planned(capsys, *question)["max_steps"] == 477
-
-
 def test_your_settings_as_they_are_stand_below_the_plan(capsys, tmp_path):
     """If the plan has another layout."""
     lines = (ROOT / "configs/mpt1b.py").read_text().splitlines()
@@ -85,30 +78,6 @@ def test_your_settings_as_they_are_stand_below_the_plan(capsys, tmp_path):
     for question in ([*flags, "--sharding=FULL_SHARD"], ["--device=mi250"]):
         others = planned(capsys, *question)["others"]
         assert "your settings" not in {row["label"] for row in others}
-
-
-# GPT-3's shape.
-BIG = "--d_model=12288 --n_heads=96 --n_layers=96 --vocab_size=51200 --global_batch_size=1024"
-
-
-def test_the_least_model_parallelism_that_fits(capsys):
-    flags = BIG.split()
-    question = [*flags, "--device=mi250x", "--devices=1024", "--sharding=ZERO1"]
-    found = planned(capsys, *question, "--simplest")
-    assert found["tokens_per_second"] <= planned(capsys, *question)["tokens_per_second"]
-    layout = found["layout"]
-    product = layout["tp"] * layout["pp"]
-    assert product > 1
-    assert found["fits"]
-    assert layout["dp"] * product == 1024
-
-    m, cfg, _ = config.load([*flags, "--attn_impl=sdpa"], MPTConfig, TrainConfig, PlanArgs)
-    cfg = replace(cfg, sharding="ZERO1", activation_checkpointing="full", microbatch_size=1)
-    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1)):
-        if tp * pp < product:
-            cut = replace(cfg, tp=tp, pp=pp)
-            peak = memory.bytes_by_part(m, cut, 1024)["peak"]
-            assert peak > memory.ROOM * 64 * 2**30, (tp, pp)
 
 
 @pytest.mark.parametrize(
@@ -190,17 +159,6 @@ def test_a_budgets_flags_keep_what_the_user_set_of_the_model(capsys):
         assert "attn_impl" not in row["model"]
 
 
-def test_the_budgets_program_takes_the_same_batch(capsys):
-    """96 devices do not divide the config's 256 sequences."""
-    fleet = ["--device=h100", "--devices=96"]
-    found = planned(capsys, *fleet, "--budget=2")
-    budget.main(["2", *fleet])
-    lines = capsys.readouterr().out.splitlines()
-    for line, training in zip(lines, found, strict=True):
-        assert line.endswith(f"predicted loss {training['predicted_loss']:.3f}")
-        assert f"{training['tokens'] / 1e9:,.0f}B tokens" in line
-
-
 ON_FRONTIER = f"{ROOT}/configs/frontier_175b.py --choose --device=mi250x --devices=1024"
 
 
@@ -276,7 +234,6 @@ def test_kernels_of_today(capsys):
     [
         ("--attention_efficiency=0.6", []),
         ("--attention_efficiency=0.8 --bandwidth=1e6", ["of the peak (masked scores counted)"]),
-        ("--attention_efficiency=0.9", ["attention at 90% of the peak, but large matmuls reach"]),
     ],
 )
 def test_a_speed_that_no_matmuls_reach_is_doubted(capsys, flags, words):
@@ -388,14 +345,16 @@ MISTAKES = [
         "shard_size 5 does not divide the 16 data-parallel ranks",
     ),
     ("MPT7B --plot", "which device?"),
-    ("--plot --out=plan.foo", "--out=plan.foo: "),
-    ("--plot --out=no/such/plan.png", "there is no folder no/such: mkdir -p no/such"),
+    ("MPT7B --device=mi250 --plot --out=plan.foo", "--out=plan.foo: "),
+    (
+        "MPT7B --device=mi250 --plot --out=no/such/plan.png",
+        "there is no folder no/such: mkdir -p no/such",
+    ),
     ("MPT7B --machine=frontie", "no machine 'frontie', did you mean frontier?"),
     ("MPT7B --device=h100 --calibrate=nope.json", "name a table of `bench train`, a machine"),
-    ("MPT7B --device=h100 --devices=8,16", "--sweep_devices=8,16 plans for several"),
     ("--device=h100,mi250 --price=1,2,3", "--price=1,2,3 has 3 values: 2 kinds of device need"),
     ("--device=h100 --price=1,2", "price in the command line is '1,2', expected a number"),
-    ("MPT7B --device=h100 --tokens=1e9 --max_steps=500", "remove one of the two"),
+    ("MPT7B --device=h100 --tokens=1e9 --max_steps=500", "two lengths of a run: remove one"),
 ]
 
 
@@ -409,12 +368,11 @@ def test_mistakes_are_told(monkeypatch, flags, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("flags", [[], [MPT7B, "--device=mi250", "--devices=16"]])
-def test_pictures(tmp_path, flags):
-    """Of the published runs, and of the memory of a plan; others: planning/test_picture.py."""
+def test_a_picture_of_the_memory_of_a_plan(tmp_path):
+    """Others: planning/test_picture.py."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: see requirements-extra.txt")
     out = tmp_path / "plan.png"
-    plan.main([*flags, "--plot", f"--out={out}"])
+    plan.main([MPT7B, "--device=mi250", "--devices=16", "--plot", f"--out={out}"])
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 20_000
 
 
