@@ -164,7 +164,7 @@ def show_plan(q: Question, args: PlanArgs, argv: list[str]) -> None:
     else:
         print(answer.text(row, others, answer.labelled("would fit", fixes)))
     if args.plot:
-        picture.bytes_by_sharding(first.m, first.cfg, first.fleet, args.out)
+        picture.bytes_by_sharding(first, args.out)
 
 
 def plan_of_settings(q: Question, argv: list[str]) -> Plan | None:
@@ -175,8 +175,7 @@ def plan_of_settings(q: Question, argv: list[str]) -> Plan | None:
     in_groups = q.cfg.sharding_mode.over == "group"
     shard_size = q.cfg.shard_size or (q.fleet.node_size if in_groups else 0)
     try:
-        fleet = replace(q.fleet, tp=q.cfg.tp, pp=q.cfg.pp)
-        return search.evaluate(q.m, replace(q.cfg, shard_size=shard_size), fleet, q.c)
+        return search.evaluate(q.m, replace(q.cfg, shard_size=shard_size), q.fleet, q.c)
     except UserError:  # the model or the batch cannot be split over these devices
         return None
 

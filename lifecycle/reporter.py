@@ -251,7 +251,7 @@ def planned_time(
     from planning.fleet import Fleet
 
     try:
-        fleet = Fleet(device, world.global_size, world.local_size, tp=cfg.tp, pp=cfg.pp)
+        fleet = Fleet(device, world.global_size, world.local_size)
         plan = search.evaluate(model_cfg, cfg, fleet)
         slow, fast, _ = certainty.band(model_cfg, cfg, fleet)
     except program.UserError:  # planning cannot split the model in this way

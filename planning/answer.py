@@ -115,7 +115,7 @@ def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
         model=model_flags(plan.m),
         n_params=n_params,
         max_seq_len=plan.m.max_seq_len,
-        layout={name: getattr(cfg, name) for name in LAYOUT} | {"dp": fleet.dp},
+        layout={name: getattr(cfg, name) for name in LAYOUT} | {"dp": plan.dp},
         layout_text=search.layout_text(plan),
         flags=flags(plan),
         seconds=plan.seconds,
@@ -164,7 +164,7 @@ def flags(plan: Plan) -> str:
         del values["recompute_every"]
     if plan.cfg.sharding_mode.over != "group":
         del values["shard_size"]
-    if plan.fleet.tp == 1:  # with tensor ranks a config file may say otherwise
+    if plan.cfg.tp == 1:  # with tensor ranks a config file may say otherwise
         del values["sequence_parallel"]
     return " ".join(f"--{name}={value}" for name, value in values.items())
 

@@ -59,7 +59,7 @@ class Run:
         """Tokens/s of all ranks as predicted, on nodes as recorded, else as `fleet` has them."""
         m, cfg = config.load(self.flags.split(), MPTConfig, TrainConfig)
         node_size = math.ceil(self.ranks / self.nodes) if self.nodes else fleet.node_size
-        fleet = replace(fleet, devices=self.ranks, node_size=node_size, tp=cfg.tp, pp=cfg.pp)
+        fleet = replace(fleet, devices=self.ranks, node_size=node_size)
         return step_time.tokens_per_second(m, cfg, fleet, c)
 
 

@@ -46,7 +46,7 @@ def band(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> tuple[float, float, st
 
 def kind_of(cfg: TrainConfig, fleet: Fleet) -> str:
     """The kind of published runs that a run is like, or ANYTHING_ELSE."""
-    is_split = fleet.tp * fleet.pp > 1
+    is_split = cfg.tp * cfg.pp > 1
     own_attention = fleet.device.attention not in (None, attention_share(fleet.device, Constants()))
     compiled = cfg.compile is True and not is_split
     known = fleet.device.name.startswith(COMPARED)

@@ -97,47 +97,33 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Fleet:
-    """Equal devices in equal nodes, and how they share the model.
-
-    Tensor-parallel ranks are neighbours, data-parallel ranks come next, pipeline stages are
-    farthest apart. Raises UserError if the split is impossible.
-    """
+    """Equal devices in equal nodes. Raises UserError if the device has no bf16 peak."""
 
     device: Device
     devices: int = 1  # torch devices in all, one global rank each
     node_size: int = 8  # torch devices of a node
     network_gbs: float = 100.0  # of a node, each way, GB/s
-    tp: int = 1  # tensor-parallel ranks: they share every matmul
-    pp: int = 1  # pipeline stages
     network_note: str = ""  # where network_gbs is from, if nobody has set or measured it
     notes: tuple[str, ...] = ()  # what a plan says of measurements in these figures
 
     def __post_init__(self):
-        replica = self.tp * self.pp  # ranks that hold one copy of the model
-        below = self.devices // replica * replica
-        nearest = f"{below} or {below + replica}" if below else f"{replica}"
-        problem = f"devices {self.devices} is not a multiple of tp {self.tp} x pp {self.pp}"
-        require(self.devices == below, f"{problem} = {replica}: set --devices={nearest}")
-
-        can_be = [n for n in range(1, self.node_size + 1) if self.node_size % n == 0]
-        in_one_node = self.devices <= self.node_size or self.tp in can_be
-        nodes = f"tp {self.tp} does not divide the {self.node_size} devices of a node"
-        apart = "some tensor ranks would be on two nodes"
-        require(in_one_node, f"{nodes}: {apart}: tp can be {', '.join(map(str, can_be))}")
-
         no_peak = f"no bf16 peak known for {self.device.name}: there is nothing to plan with"
         fix = "name another --device, such as mi250, a100 or h100 (python devices.py lists them)"
         require(self.device.bf16_tflops, f"{no_peak}: {fix}")
 
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks."""
-        return self.devices // (self.tp * self.pp)
+    def check_split(self, tp: int, pp: int) -> None:
+        """UserError unless tp x pp divide the devices, and tensor ranks are within a node."""
+        replica = tp * pp  # ranks that hold one copy of the model
+        below = self.devices // replica * replica
+        nearest = f"{below} or {below + replica}" if below else f"{replica}"
+        problem = f"devices {self.devices} is not a multiple of tp {tp} x pp {pp} = {replica}"
+        require(self.devices == below, f"{problem}: set --devices={nearest}")
 
-    @property
-    def dp_ranks_per_node(self) -> int:
-        """Data-parallel ranks of a node, at least 1."""
-        return max(1, self.node_size // self.tp)
+        can_be = [n for n in range(1, self.node_size + 1) if self.node_size % n == 0]
+        nodes = f"tp {tp} does not divide the {self.node_size} devices of a node"
+        apart = "some tensor ranks would be on two nodes"
+        in_one_node = self.devices <= self.node_size or tp in can_be
+        require(in_one_node, f"{nodes}: {apart}: tp can be {', '.join(map(str, can_be))}")
 
     @property
     def share_of_network(self) -> float:
@@ -184,11 +170,11 @@ class FleetArgs:
             raise UserError(f"no machine {program.shown(self.machine)}, {guess}")
 
 
-def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1) -> Fleet:
+def fleet_of(args: FleetArgs) -> Fleet:
     """The fleet of these settings.
 
     A network that cannot be one is questioned on standard error. Raises UserError if the device is
-    unknown or contradicts the machine, or the split is impossible.
+    unknown or contradicts the machine.
     """
     machine = MACHINES.get(args.machine)
     device = device_of_machine(machine, args) if machine else devices.by_name(args.device)
@@ -217,7 +203,7 @@ def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1) -> Fleet:
         memory_gb=args.memory_gb or device.memory_gb,
         attention=args.attention_efficiency or device.attention,
     )
-    return Fleet(device, args.devices, node_size, network_gbs, tp, pp, note)
+    return Fleet(device, args.devices, node_size, network_gbs, note)
 
 
 def device_of_machine(machine: Machine, args: FleetArgs) -> Device:

@@ -244,9 +244,11 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     batch = cfg.global_batch_size
     rows, rest = divmod(batch, dp)
     problem = f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks"
-    require(rest == 0, f"{problem}: {nearest_batches(batch, dp)}")
+    below = batch - rest
+    nearest = f"{below} or {below + dp}" if below else f"{dp}"
+    require(rest == 0, f"{problem}: set --global_batch_size={nearest}")
 
-    shard_ranks = cfg.shard_ranks(dp, node=0) if dp > 1 else 1
+    shard_ranks = cfg.shard_ranks(dp, node=0 if dp > 1 else 1)
     fix = "set --shard_size (fsdp_train.py takes the ranks of a node by default)"
     require(shard_ranks, f"sharding={cfg.sharding} needs the size of its groups: {fix}")
     divides = dp % shard_ranks == 0
@@ -254,11 +256,11 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     return shard_ranks, rows
 
 
-def nearest_batches(batch: int, dp: int) -> str:
-    """The fix for a batch that is not a multiple of the data-parallel ranks."""
-    below = batch // dp * dp
-    nearest = f"{below} or {below + dp}" if below else f"{dp}"
-    return f"set --global_batch_size={nearest}"
+def microbatch_of(cfg: TrainConfig) -> int:
+    """The sequences of a microbatch. UserError if they are left open."""
+    is_number = cfg.microbatch_size != "auto"
+    require(is_number, "microbatch_size=auto: give a number here, as --microbatch_size=4")
+    return cfg.microbatch_size
 
 
 # --------------------------------------------------------------------------------------------------
@@ -286,8 +288,6 @@ class Rank:
 
     def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
         self.shard_ranks, self.rows = layout(m, cfg, ranks)
-        is_number = cfg.microbatch_size != "auto"
-        require(is_number, "microbatch_size=auto: give a number here, as --microbatch_size=4")
         scores = f"attn_impl={m.attn_impl} keeps T x T scores, not counted here"
         is_fused = m.attn_impl not in ("reference", "blocks")
         require(is_fused, f"{scores}: set --attn_impl=sdpa")
@@ -302,7 +302,7 @@ class Rank:
         self.adapted = cfg.adapted_layers if cfg.lora_rank else []  # names of linear layers
         self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
 
-        self.microbatch = min(cfg.microbatch_size, self.rows)  # sequences
+        self.microbatch = min(microbatch_of(cfg), self.rows)  # sequences
         self.accumulates = self.rows > self.microbatch  # over several microbatches
         self.tokens = self.microbatch * m.max_seq_len
         self.token_parts = cfg.tp if cfg.sequence_parallel else 1  # between the layers

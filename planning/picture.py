@@ -17,10 +17,10 @@ from pathlib import Path
 
 import flops
 import program
-from config import SHARDING_MODES, MPTConfig, TrainConfig
+from config import SHARDING_MODES, Checkpointing
 from planning import answer, memory
 from planning.answer import Row
-from planning.fleet import Fleet
+from planning.search import Plan
 from program import require
 from storage import files
 
@@ -130,24 +130,26 @@ def panel(axes, rows: list[Row], name: str) -> None:
 # Memory
 
 
-def bytes_by_sharding(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, path: str) -> None:
+def bytes_by_sharding(plan: Plan, path: str) -> None:
     """Memory of one rank in every sharding mode, without and with full activation checkpointing."""
-    require(fleet.dp > 1, "with one data-parallel rank there is nothing to shard")
+    require(plan.dp > 1, "with one data-parallel rank there is nothing to shard")
     figure, axes = canvas()
-    size = f"{flops.n_params(m) / 1e9:.3g}B parameters"
-    figure.suptitle(f"{size} on {fleet.devices} x {fleet.device.name}")
+    size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
+    figure.suptitle(f"{size} on {plan.fleet.devices} x {plan.fleet.device.name}")
     for axis, mode in zip(axes.flat, ("none", "full"), strict=True):
-        memory_bars(axis, m, replace(cfg, activation_checkpointing=mode), fleet)
+        memory_bars(axis, plan, mode)
     save(figure, path)
 
 
-def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
+def memory_bars(axes, plan: Plan, mode: Checkpointing) -> None:
     """A bar for each sharding mode: the parts of a rank's peak. Dotted: the device's memory."""
-    shard_size = math.gcd(fleet.dp_ranks_per_node, fleet.dp)  # some divisor of the ranks
+    of_node = max(1, plan.fleet.node_size // plan.cfg.tp)  # data-parallel ranks
+    shard_size = math.gcd(of_node, plan.dp)  # some divisor of the ranks
+    cfg = replace(plan.cfg, activation_checkpointing=mode, shard_size=shard_size)
     bars = []
     for sharding in SHARDINGS:
-        one = replace(cfg, sharding=sharding, shard_size=shard_size)
-        bars.append(memory.bytes_by_part(m, one, fleet.devices))
+        one = replace(cfg, sharding=sharding)
+        bars.append(memory.bytes_by_part(plan.m, one, plan.fleet.devices))
 
     bottom = [0.0] * len(bars)
     parts = [name for name in bars[0] if name not in ("peak", "moment")]
@@ -155,10 +157,8 @@ def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
         heights = [bar[part] / 2**30 for bar in bars]
         axes.bar(SHARDINGS, heights, bottom=bottom, label=part, hatch=hatch, edgecolor="white")
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    axes.axhline(fleet.device.memory_gb, color="k", linestyle=":")
-
-    run = f"{fleet.devices} x {fleet.device.name}, microbatch {cfg.microbatch_size}"
-    title = f"{run}, checkpointing {cfg.activation_checkpointing}"
+    axes.axhline(plan.fleet.device.memory_gb, color="k", linestyle=":")
+    title = f"microbatch {cfg.microbatch_size}, checkpointing {mode}"
     axes.set(ylabel="GiB of one rank at its peak", title=title)
     axes.tick_params(axis="x", rotation=15)
     axes.legend(fontsize="small")

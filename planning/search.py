@@ -30,7 +30,7 @@ from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConf
 from planning import matmuls, memory, step_time
 from planning.fleet import Fleet, FleetArgs, fleet_of
 from planning.step_time import Constants, StepTime
-from program import UserError, require
+from program import UserError
 
 # The settings of a layout that are chosen if they are auto.
 OPEN = """tp pp sharding microbatch_size activation_checkpointing recompute_every
@@ -71,7 +71,7 @@ class Question:
     m: MPTConfig
     cfg: TrainConfig
     asked: LayoutArgs
-    fleet: Fleet  # its tp and pp are found
+    fleet: Fleet
     c: Constants = Constants()
 
 
@@ -84,6 +84,11 @@ class Plan:
     fleet: Fleet
     seconds: dict  # of a step: {part: seconds}, see StepTime.parts
     bytes: dict  # of one rank at its peak: {part: bytes}, see memory.bytes_by_part
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return dp_of(self.cfg, self.fleet)
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,6 +117,11 @@ def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants | None =
     """The plan of this layout. Raises UserError if it is impossible."""
     seconds = StepTime(m, cfg, fleet, c).parts()
     return Plan(m, cfg, fleet, seconds, memory.bytes_by_part(m, cfg, fleet.devices))
+
+
+def dp_of(cfg: TrainConfig, fleet: Fleet) -> int:
+    """Data-parallel ranks."""
+    return fleet.devices // (cfg.tp * cfg.pp)
 
 
 def room(fleet: Fleet) -> float:
@@ -146,14 +156,20 @@ def sequence_choices(q: Question, tp: int) -> list[bool]:
     return [False, True] if q.asked.is_open else [False]
 
 
-def sharding_modes(asked: LayoutArgs, fleet: Fleet) -> list[str]:
-    """The sharding modes to try. On one node a group would be FULL_SHARD."""
-    if asked.sharding != "auto":
-        return [asked.sharding]
-    if fleet.dp == 1:
-        return [TrainConfig.sharding]  # all are the same
-    several_nodes = fleet.dp > fleet.dp_ranks_per_node
-    return [name for name, mode in SHARDING_MODES.items() if mode.over != "group" or several_nodes]
+def shardings(q: Question, tp: int, pp: int) -> list[tuple[Sharding, int]]:
+    """(sharding, shard_size) to try. On one node a group would be FULL_SHARD."""
+    dp = q.fleet.devices // (tp * pp)
+    of_node = max(1, q.fleet.node_size // tp)  # data-parallel ranks
+    names = [q.asked.sharding]
+    if q.asked.sharding == "auto":
+        names = [TrainConfig.sharding] if dp == 1 else list(SHARDING_MODES)
+    found = []
+    for name in names:
+        in_groups = SHARDING_MODES[name].over == "group"
+        if not in_groups or dp > of_node or q.asked.sharding != "auto":
+            size = q.cfg.shard_size or min(of_node, dp)
+            found.append((name, size if in_groups else 0))
+    return found
 
 
 def recomputations(q: Question, pp: int) -> list[tuple[Checkpointing, int]]:
@@ -169,59 +185,39 @@ def recomputations(q: Question, pp: int) -> list[tuple[Checkpointing, int]]:
     return [("none", everys[-1]), *itertools.product(["selective", "full"], everys)]
 
 
-def splits_of(q: Question) -> list[tuple[TrainConfig, Fleet]]:
+def splits_of(q: Question) -> list[TrainConfig]:
     """Every possible tp, pp, sharding and sequence parallelism, the smallest tp x pp first.
 
     Raises UserError if there is none: what is wrong with the first.
     """
     found, problems = [], []
     for tp, pp in model_splits(q):
-        try:
-            fleet = replace(q.fleet, tp=tp, pp=pp)
-        except UserError as error:
-            problems.append(error)
-            continue
-        for sharding in sharding_modes(q.asked, fleet):
-            for sequence_parallel in sequence_choices(q, tp):
-                try:
-                    found.append((split_of(q, fleet, sharding, sequence_parallel), fleet))
-                except UserError as error:
-                    problems.append(error)
+        choices = itertools.product(shardings(q, tp, pp), sequence_choices(q, tp))
+        for (sharding, shard_size), sequence_parallel in choices:
+            split = {"tp": tp, "pp": pp, "sharding": sharding, "shard_size": shard_size}
+            cfg = replace(q.cfg, **split, sequence_parallel=sequence_parallel)
+            try:
+                q.fleet.check_split(tp, pp)
+                memory.layout(q.m, cfg, q.fleet.devices)
+                found.append(cfg)
+            except UserError as error:
+                problems.append(error)
     if not found:
         raise problems[0]
     return found
 
 
-def split_of(q: Question, fleet: Fleet, sharding: str, sequence_parallel: bool) -> TrainConfig:
-    """The settings of one split. UserError if it does not divide the ranks, model or batch."""
-    shard_size = 0
-    if SHARDING_MODES[sharding].over == "group":
-        shard_size = q.cfg.shard_size or min(fleet.dp_ranks_per_node, fleet.dp)
-        problem = f"shard_size {shard_size} does not divide the {fleet.dp} data-parallel ranks"
-        require(fleet.dp % shard_size == 0, f"{problem}: set another")
-    cfg = replace(
-        q.cfg,
-        tp=fleet.tp,
-        pp=fleet.pp,
-        sharding=sharding,
-        shard_size=shard_size,
-        sequence_parallel=sequence_parallel,
-    )
-    memory.layout(q.m, cfg, fleet.devices)
-    return cfg
-
-
-def layouts(q: Question, cfg: TrainConfig, fleet: Fleet, ends=False) -> Iterator[TrainConfig]:
+def layouts(q: Question, split: TrainConfig, ends=False) -> Iterator[TrainConfig]:
     """Every recomputation and microbatch of a split. ends: only the first and the last of each."""
-    ways = recomputations(q, fleet.pp)
+    ways = recomputations(q, split.pp)
     sizes = [q.asked.microbatch_size]
     if q.asked.microbatch_size == "auto":
-        rows = cfg.global_batch_size // fleet.dp  # sequences of a rank
+        rows = split.global_batch_size // dp_of(split, q.fleet)  # sequences of a rank
         sizes = [size for size in MICROBATCHES if size < rows] + [rows]
     if ends:
         ways, sizes = {ways[-1], ways[0]}, {sizes[0], sizes[-1]}
     for way, size in itertools.product(ways, sizes):
-        layout = copy.copy(cfg)  # a tenth of the time of dataclasses.replace
+        layout = copy.copy(split)  # a tenth of the time of dataclasses.replace
         layout.activation_checkpointing, layout.recompute_every = way
         layout.microbatch_size = size
         yield layout
@@ -239,24 +235,23 @@ def best(q: Question, n: int = 1) -> list[Plan]:
     """
     splits = splits_of(q)
     if not q.asked.is_open:
-        ((cfg, fleet),) = splits
-        (layout,) = layouts(q, cfg, fleet)
-        return [evaluate(q.m, layout, fleet, q.c)]
-    possible = [split for split in splits if can_fit(q, *split)]
+        (layout,) = layouts(q, *splits)
+        return [evaluate(q.m, layout, q.fleet, q.c)]
+    possible = [split for split in splits if can_fit(q, split)]
     if not possible:
         raise UserError(nothing_fits(q, splits))
 
     rated = []
-    for cfg, fleet in possible:
-        for layout in layouts(q, cfg, fleet):
-            rate = step_time.tokens_per_second(q.m, layout, fleet, q.c)
-            rated.append((rate, layout, fleet))
+    for split in possible:
+        for layout in layouts(q, split):
+            rated.append((step_time.tokens_per_second(q.m, layout, q.fleet, q.c), layout))
     rated.sort(key=lambda layout: -layout[0])
+
     found = {}
-    for _, layout, fleet in rated:
+    for _, layout in rated:
         key = layout.tp, layout.pp, layout.sharding
-        if key not in found and memory.fits(q.m, layout, fleet.devices, room(fleet)):
-            found[key] = evaluate(q.m, layout, fleet, q.c)
+        if key not in found and memory.fits(q.m, layout, q.fleet.devices, room(q.fleet)):
+            found[key] = evaluate(q.m, layout, q.fleet, q.c)
             if len(found) == n:
                 break
     return list(found.values())
@@ -267,14 +262,14 @@ def fastest(q: Question) -> Plan:
     return best(q)[0]
 
 
-def can_fit(q: Question, cfg: TrainConfig, fleet: Fleet) -> bool:
+def can_fit(q: Question, split: TrainConfig) -> bool:
     """Does any layout of a split fit? The one of the least memory is among the ends.
 
     All rows at once may take less than one sequence at a time: no gradients wait for other
     microbatches. To recompute nothing may take less than all, where a stage has one block.
     """
-    ends = layouts(q, cfg, fleet, ends=True)
-    return any(memory.fits(q.m, layout, fleet.devices, room(fleet)) for layout in ends)
+    ends = layouts(q, split, ends=True)
+    return any(memory.fits(q.m, layout, q.fleet.devices, room(q.fleet)) for layout in ends)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -290,15 +285,11 @@ def too_much(n_bytes: dict, memory_gb: float) -> str:
     return f"{over}; the largest part is {largest}, {parts[largest] / 1e9:,.1f} GB"
 
 
-def nothing_fits(q: Question, splits: list[tuple[TrainConfig, Fleet]]) -> str:
+def nothing_fits(q: Question, splits: list[TrainConfig]) -> str:
     """The message: how far the smallest layout is from fitting, and what would fit."""
-    found = []
-    for cfg, fleet in splits:
-        for layout in layouts(q, cfg, fleet, ends=True):
-            peak = memory.bytes_by_part(q.m, layout, fleet.devices)["peak"]
-            found.append((peak, layout, fleet))
-    _, layout, fleet = min(found, key=lambda row: row[0])
-    plan = evaluate(q.m, layout, fleet)
+    ends = [layout for split in splits for layout in layouts(q, split, ends=True)]
+    peaks = [memory.bytes_by_part(q.m, layout, q.fleet.devices)["peak"] for layout in ends]
+    plan = evaluate(q.m, ends[peaks.index(min(peaks))], q.fleet)
     size = f"{flops.n_params(q.m) / 1e9:.3g}B parameters"
     problem = f"{size} do not fit {q.fleet.devices} x {q.fleet.device.name} in any layout you allow"
     over = too_much(plan.bytes, plan.fleet.device.memory_gb)
@@ -346,7 +337,7 @@ def more_devices(q: Question) -> list[str]:
 def fits_somehow(q: Question) -> bool:
     """Does any layout fit? No if the fleet cannot split the model or the batch."""
     try:
-        return any(can_fit(q, *split) for split in splits_of(q))
+        return any(can_fit(q, split) for split in splits_of(q))
     except UserError:
         return False
 
@@ -357,12 +348,12 @@ def fits_somehow(q: Question) -> bool:
 
 def layout_text(plan: Plan) -> str:
     """A layout in a few words: dp, tp and pp, sharding, checkpointing, microbatch."""
-    cfg, fleet = plan.cfg, plan.fleet
-    split = f"dp {fleet.dp}"
-    if fleet.tp > 1:
-        split += f" tp {fleet.tp}{' (sequence parallel)' * cfg.sequence_parallel}"
-    if fleet.pp > 1:
-        split += f" pp {fleet.pp}"
+    cfg = plan.cfg
+    split = f"dp {plan.dp}"
+    if cfg.tp > 1:
+        split += f" tp {cfg.tp}{' (sequence parallel)' * cfg.sequence_parallel}"
+    if cfg.pp > 1:
+        split += f" pp {cfg.pp}"
     mode = cfg.activation_checkpointing
     checkpointing = f"{'no' if mode == 'none' else mode} checkpointing"
     if mode != "none" and cfg.recompute_every > 1:

@@ -98,7 +98,7 @@ def run_of(row: dict) -> tuple[MPTConfig, TrainConfig, Fleet, Trainer]:
     device = replace(device, attention=FLASH.get((row["program"], row["device"])))
     network_gbs = float(row["network_gbit_per_node"]) / 8
     n, node = int(row["n_devices"]), int(row["devices_per_node"])
-    fleet = Fleet(device, n, node, network_gbs, tp=cfg.tp, pp=cfg.pp)
+    fleet = Fleet(device, n, node, network_gbs)
     trainer = TORCHTITAN if row["program"].startswith("torchtitan") else FOUNDRY
     return m, cfg, fleet, trainer
 
@@ -217,7 +217,7 @@ def test_frontiers_strong_scaling_is_not_explained(n_gcds, published):
         dp = n // tp // pp
         layout = {"sharding": "ZERO1", "activation_checkpointing": "full", "microbatch_size": 1}
         cfg = TrainConfig(global_batch_size=round(8000 / dp) * dp, tp=tp, pp=pp, **layout)
-        fleet = Fleet(devices.by_name("mi250x"), n, 8, 100, tp, pp)
+        fleet = Fleet(devices.by_name("mi250x"), n, 8, 100)
         rates.append(step_time.tokens_per_second(m, cfg, fleet, trainer=FOUNDRY) / n)
     assert published + 5 < 100 * rates[1] / rates[0] < published + 11
 

@@ -61,7 +61,7 @@ def test_traffic_of_adapters_by_hand():
 
     def step(devices=1, stage=None, **more) -> StepTime:
         cfg = run(**adapters, **more)
-        fleet = Fleet(A100, devices, tp=cfg.tp, pp=cfg.pp)
+        fleet = Fleet(A100, devices)
         return StepTime(M, cfg, fleet, EASY, stage=stage)
 
     assert step().adapter_bytes() == 12 * ends
@@ -117,7 +117,7 @@ def test_small_matmuls_are_slower():
     # Two tensor ranks halve one side of each, not both: half the work, not half the waste.
     sides = 8 * ((1 + 3 / 2) + (1 / 2 + 1) + (1 + 2) + (2 + 1)) + (1 + 2)
     halves = seconds * (1 / 2 + sides / 2 / weights)
-    assert StepTime(M, run(), Fleet(A100, 2, tp=2), c).matmuls() == pytest.approx(halves)
+    assert StepTime(M, run(tp=2), Fleet(A100, 2), c).matmuls() == pytest.approx(halves)
 
 
 def test_what_data_parallel_modes_send():
@@ -135,7 +135,7 @@ def test_what_data_parallel_modes_send():
 
 def test_hybrid_sharding_stays_in_a_node_but_for_gradients():
     fleet = Fleet(A100, 16, 8, network_gbs=50)
-    step = StepTime(M, run(sharding="HYBRID_SHARD", batch=64), fleet, EASY)
+    step = StepTime(M, run(sharding="HYBRID_SHARD", shard_size=8, batch=64), fleet, EASY)
     assert step.shard_ranks == 8
     assert step.traffic() == pytest.approx((2 + 2 + 4) * step.n_params * 7 / 8 / (300e9 * 0.7))
     # Eight rings, one for each device of a node, share its 50 GB/s. Each all-reduces an eighth.
@@ -146,7 +146,7 @@ def test_a_ring_goes_at_the_speed_of_its_slowest_link():
     inside, across = Fleet(A100, 8, 8, 100), Fleet(A100, 16, 8, 100)
     assert inside.bandwidth(8, 1) == 300e9
     assert across.bandwidth(16, 1) == 100e9  # one ring through all: it has the network alone
-    four_rings = Fleet(A100, 16, 8, 100, tp=4)  # with two ranks of each in a node
+    four_rings = Fleet(A100, 16, 8, 100)  # with two ranks of each in a node
     assert four_rings.bandwidth(4, 4) == 25e9
     assert replace(across, network_gbs=4000).bandwidth(16, 1) == 300e9
     latency = StepTime(M, run(), Fleet(A100, 8), replace(EASY, hop=1e-6)).ring(0, 8, 1, calls=3)
@@ -158,8 +158,8 @@ WITHOUT_LOGITS = replace(M, vocab_size=1)  # so that all stages are equally fast
 
 def staged(m, batch, pp, **more) -> dict:
     """The seconds of a step by part, of microbatches of 1, on links that take no time."""
-    fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp, pp=pp)
-    return StepTime(m, run(batch, 1, sharding="ZERO1", **more), fleet, EASY).parts()
+    fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp)
+    return StepTime(m, run(batch, 1, sharding="ZERO1", pp=pp, **more), fleet, EASY).parts()
 
 
 def test_the_bubble():
@@ -191,21 +191,22 @@ def test_the_slowest_stage_sets_the_pace():
 def test_stages_send_hidden_states_one_way_and_gradients_the_other():
     """4 GCDs of different nodes share the network of their node with 7 others each."""
     stream = 2 * 4 * 512 * 1024  # bytes: microbatch x tokens x d_model in bf16
-    fleet = Fleet(A100, 32, 8, network_gbs=50, pp=4)
-    step = StepTime(M, run(batch=32), fleet, EASY, stage=1)
+    fleet = Fleet(A100, 32, 8, network_gbs=50)
+    cfg = run(batch=32, pp=4)
+    step = StepTime(M, cfg, fleet, EASY, stage=1)
     assert step.bytes_to_stages() == 2 * stream
     assert step.stages() == pytest.approx(2 * stream / (50e9 / 8 * 0.7))
-    assert StepTime(M, run(batch=32), fleet, EASY, stage=0).bytes_to_stages() == stream
+    assert StepTime(M, cfg, fleet, EASY, stage=0).bytes_to_stages() == stream
     assert StepTime(M, run(), Fleet(A100), EASY).stages() == 0
 
 
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():
     """And one each for the embedding, in fp32 as long as nothing is sharded, and for the loss."""
     stream = 2 * 4 * 512 * 1024
-    step = StepTime(M, run(), Fleet(A100, 4, tp=4), EASY)
+    step = StepTime(M, run(tp=4), Fleet(A100, 4), EASY)
     all_reduces = 8 * 4 + 2 + 1
     assert step.tensor() == pytest.approx(all_reduces * 2 * stream * 3 / 4 / (300e9 * 0.7))
-    sharded = StepTime(M, run(), Fleet(A100, 8, tp=4), EASY)
+    sharded = StepTime(M, run(tp=4), Fleet(A100, 8), EASY)
     assert sharded.tensor_traffic() == {stream: 2 * (8 * 4 + 2)}
 
 
@@ -256,7 +257,7 @@ def test_a_tensor_rank_computes_and_sends_what_is_predicted(
         sequence_parallel=sequence_parallel,
     )
     flops, sent, _ = traced(m, cfg, tp * dp)
-    step = StepTime(m, cfg, Fleet(A100, tp * dp, tp=tp))
+    step = StepTime(m, cfg, Fleet(A100, tp * dp))
     assert step.microbatches == 1
     assert 2 * step.matmul_flops() == pytest.approx(flops, rel=0.03)
     predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
@@ -270,7 +271,7 @@ def test_blocks_below_the_first_adapter_send_nothing_backward():
     lora = {"lora_rank": 1, "lora_last_blocks": 1, "init_from": "x"}
     cfg = run(batch=4, device="cpu", tp=2, activation_checkpointing="full", **lora)
     _, sent, _ = traced(m, cfg, 2)
-    step = StepTime(m, cfg, Fleet(A100, 2, tp=2))
+    step = StepTime(m, cfg, Fleet(A100, 2))
     predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
     assert 2 * predicted == pytest.approx(sent, rel=0.05)
 
@@ -299,7 +300,7 @@ def test_a_stage_computes_and_sends_what_is_predicted(tp, dp, sequence_parallel,
     )
     ranks = tp * dp * 3
     flops, sent, to_stages = traced(m, cfg, ranks, stage)
-    step = StepTime(m, cfg, Fleet(A100, ranks, tp=tp, pp=3), stage=stage)
+    step = StepTime(m, cfg, Fleet(A100, ranks), stage=stage)
     n = 2 * step.microbatches  # of two steps
     assert n == 4
     assert n * step.matmul_flops() == pytest.approx(flops, rel=0.03)
@@ -318,25 +319,23 @@ def test_many_nodes_leave_each_other_less_of_the_network():
 
 
 def test_sequence_parallelism_divides_the_memory_traffic_of_norms():
-    fleet = Fleet(A100, 4, tp=4)
-    whole = StepTime(M, run(), fleet, EASY)
-    divided = StepTime(M, run(sequence_parallel=True), fleet, EASY)
+    fleet = Fleet(A100, 4)
+    whole = StepTime(M, run(tp=4), fleet, EASY)
+    divided = StepTime(M, run(tp=4, sequence_parallel=True), fleet, EASY)
     norms = 4 * 512 * 8 * 1024 * EASY.block_bytes * 32.2 / 42.25 / 3
     assert whole.memory() - divided.memory() == pytest.approx(norms * 3 / 4 / 2039e9)
     assert whole.tensor() == divided.tensor()
 
 
 @pytest.mark.parametrize(
-    "fleet, cfg, words",
+    "n, cfg, words",
     [
-        ({"devices": 6, "tp": 4}, {}, "devices 6 is not a multiple of tp 4 x pp 1 = 4"),
-        ({"devices": 3, "tp": 3}, {}, "tp 3 does not divide n_heads 16: tp can be 1, 2, 4, 8, 16"),
-        ({}, {"sequence_parallel": True}, "sequence_parallel needs tensor ranks: set --tp=2"),
-        ({"devices": 3}, {}, "set --global_batch_size=15 or 18"),
-        ({"devices": 9, "pp": 9}, {}, "pp 9 is more than n_layers 8: set --pp=8"),
-        ({}, {"microbatch_size": "auto"}, "give a number here"),
+        (6, {"tp": 4}, "devices 6 is not a multiple of tp 4 x pp 1 = 4: set --devices=4 or 8"),
+        (16, {"tp": 16}, "tp 16 does not divide the 8 devices of a node"),
+        (1, {"microbatch_size": "auto"}, "give a number here"),
     ],
 )
-def test_mistakes_are_told(fleet, cfg, words):
+def test_mistakes_are_told(n, cfg, words):
+    """Others: test_memory.py."""
     with pytest.raises(UserError, match=re.escape(words)):
-        StepTime(M, replace(run(), **cfg), Fleet(**{"device": A100, **fleet}))
+        StepTime(M, replace(run(), **cfg), Fleet(A100, n))
