@@ -14,14 +14,11 @@ The flags launch the plan; the table has the fastest layouts, and your settings 
 differ.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
-planning/step_time.py, whose constants were fitted to LLM Foundry's published MPT runs on A100 and
-H100 of 2023; bench/results/planner.md has the error of every row. Any other device is extrapolated,
-and the plan says so, until `--calibrate=FILE` brings measurements: a machine.json of `bench
-machine`, a table of `bench train`, or a file in which planning/calibrate.py has put both. The last
-lines of a plan list what was assumed.
+planning/step_time.py. Any device but A100 and H100 is extrapolated, and the plan says so, until
+`--calibrate=FILE` brings measurements: a machine.json of `bench machine`, a table of `bench train`,
+or a file in which planning/calibrate.py has put both. Speeds, and so time, cost and energy, have an
+error band: how far published runs of this kind were from their predictions.
 
-Speeds have an error band: how far published runs of this kind were from their predictions
-(planning/certainty.py). Time, cost and energy of the run have it, too.
 Prices are yours, of one torch device for an hour. With several kinds of device, a flag has one
 value for all or one for each. `--json` prints the rows of any answer for programs.
 """
@@ -116,7 +113,7 @@ def device_counts(args: PlanArgs) -> list[int]:
 def show_rows(rows: list[Row], args: PlanArgs) -> None:
     """Print rows as a table or as JSON, and draw them if asked."""
     if args.json:
-        print(json.dumps([vars(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
     else:
         print(answer.text_of_rows(rows))
     if args.plot:
@@ -132,7 +129,7 @@ def show_kinds(kinds: list[tuple[str, list[str]]]) -> None:
         name = f"{q.fleet.device.name}{f' of {args.machine}' * bool(args.machine)}"
         label = ", ".join(filter(None, [name, differs]))
         rows += [answer.planned_on(q, n, args, label) for n in device_counts(args)]
-    require(not all(row.problem for row in rows), rows[0].problem)
+    require(not all(row["problem"] for row in rows), rows[0]["problem"])
     show_rows(rows, args)
 
 
@@ -143,7 +140,7 @@ def show_budget(q: Question, args: PlanArgs) -> None:
     for (plan, tokens), label in zip(trainings, ("budget", "or smaller"), strict=False):
         rows.append(answer.row_of(plan, replace(args, tokens=tokens), label))
     if args.json:
-        print(json.dumps([vars(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
         return
     below = [line for row in rows for line in answer.training_lines(row)]
     print(answer.text(rows[0], below=below))
@@ -155,12 +152,12 @@ def show_plan(q: Question, args: PlanArgs, argv: list[str]) -> None:
     row = answer.row_of(first, args, "this plan")
     others = [answer.row_of(plan, args, "next") for plan in plans]
     own = plan_of_settings(q, argv)
-    if own and answer.flags(own) != row.flags:
+    if own and answer.flags(own) != row["flags"]:
         others.append(answer.row_of(own, args, "your settings"))
     fixes = [] if first.fits else search.what_fits(q)
     if args.json:
-        more = {"others": [vars(other) for other in others], "would_fit": fixes}
-        print(json.dumps({**vars(row), **more}, indent=2))
+        more = {"others": others, "would_fit": fixes}
+        print(json.dumps({**row, **more}, indent=2))
     else:
         print(answer.text(row, others, answer.labelled("would fit", fixes)))
     if args.plot:

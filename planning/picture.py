@@ -31,7 +31,7 @@ HATCHES = ("", "//", "..", "\\\\", "xx", "", "--")  # parts differ without colou
 SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memory first
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--")  # of one kind of device each
 LINE = 175  # characters in a line of small text, as wide as the picture
-# {field of Row: what its vertical axis says}
+# {key of a row: what its vertical axis says}
 PANELS = {
     "days": "days of training",
     "cost": "cost, in the currency of --price",
@@ -77,8 +77,8 @@ def save(figure, path: str) -> None:
 
 def draw_rows(rows: list[Row], path: str) -> None:
     """One picture for each figure of PANELS that is known: a line and a band for each label."""
-    planned = [row for row in rows if not row.problem]
-    known = [name for name in PANELS if any(getattr(row, name) for row in planned)]
+    planned = [row for row in rows if not row["problem"]]
+    known = [name for name in PANELS if any(row[name] for row in planned)]
     figure, axes = canvas(math.ceil(len(known) / 2))
     for axis, name in itertools.zip_longest(axes.flat, known):
         if name is None:
@@ -86,7 +86,7 @@ def draw_rows(rows: list[Row], path: str) -> None:
         else:
             panel(axis, planned, name)
 
-    title = f"{answer.size(planned[0])} on {answer.tokens_text(planned[0].tokens)}, predicted"
+    title = f"{answer.size(planned[0])} on {answer.tokens_text(planned[0]['tokens'])}, predicted"
     kinds, names = axes[0, 0].get_legend_handles_labels()
     where = {"loc": "outside upper center", "ncols": min(3, len(names)), "frameon": False}
     figure.legend(kinds, names, title=title, title_fontsize="large", **where)
@@ -98,17 +98,17 @@ def draw_rows(rows: list[Row], path: str) -> None:
 
 def panel(axes, rows: list[Row], name: str) -> None:
     """One figure of the rows over the number of devices: a line and a band for each label."""
-    counts = sorted({row.devices for row in rows})
-    labels = list(dict.fromkeys(row.label for row in rows))
+    counts = sorted({row["devices"] for row in rows})
+    labels = list(dict.fromkeys(row["label"] for row in rows))
     for i, (label, style) in enumerate(zip(labels, itertools.cycle(STYLES))):
-        own = [row for row in rows if row.label == label and getattr(row, name)]
+        own = [row for row in rows if row["label"] == label and row[name]]
         # Side by side, so that the bars of two kinds do not cover each other.
         shift = 2 ** (0.05 * (i - (len(labels) - 1) / 2))
-        x = [row.devices * shift for row in own]
-        y = [getattr(row, name) for row in own]
+        x = [row["devices"] * shift for row in own]
+        y = [row[name] for row in own]
         color = f"C{i}"
         axes.plot(x, y, style, color=color, label=label)
-        ends = [row.band[name] for row in own if name in row.band]
+        ends = [row["band"][name] for row in own if name in row["band"]]
         if ends:
             low, high = zip(*ends, strict=True)
             axes.vlines(x, low, high, color=color)

@@ -11,9 +11,6 @@ All layouts are rated, in some microseconds each, and sorted. The first that fit
 What a config file or a flag sets is kept, what is `auto` is tried. `best` has the fastest splits of
 one fleet, `what_fits` what would fit it if nothing does. budget.py asks for several fleets and
 models, plan.py prints the answers.
-
-Run `python -m planning.search configs/mpt7b.py --device=mi250 --devices=64 --sharding=auto`
-to see all splits side by side.
 """
 
 import copy
@@ -23,12 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import config
 import flops
-import program
 from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConfig, stage_sizes
 from planning import matmuls, memory, step_time
-from planning.fleet import Fleet, FleetArgs, fleet_of
+from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime
 from program import UserError
 
@@ -342,10 +337,6 @@ def fits_somehow(q: Question) -> bool:
         return False
 
 
-# --------------------------------------------------------------------------------------------------
-# The program
-
-
 def layout_text(plan: Plan) -> str:
     """A layout in a few words: dp, tp and pp, sharding, checkpointing, microbatch."""
     cfg = plan.cfg
@@ -359,20 +350,3 @@ def layout_text(plan: Plan) -> str:
     if mode != "none" and cfg.recompute_every > 1:
         checkpointing += f" of 1 block in {cfg.recompute_every}"
     return f"{split} {cfg.sharding}, {checkpointing}, microbatch {cfg.microbatch_size}"
-
-
-def main(argv: list[str]) -> None:
-    """Print all splits for the config files and flags in argv, the fastest first."""
-    classes = (MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
-    m, cfg, asked, args = config.load(flops.with_base(argv), *classes)
-    q = Question(m, cfg, asked, fleet_of(args))
-    print(f"{flops.n_params(m) / 1e9:.3g}B parameters, {args.devices} x {q.fleet.device.name}\n")
-    rows = []
-    for plan in best(q, n=len(splits_of(q))):
-        rate, peak = f"{plan.tokens_per_second:,.0f}", f"{plan.bytes['peak'] / 1e9:.1f}"
-        rows.append([rate, f"{plan.mfu:.1%}", peak, layout_text(plan)])
-    print(program.table(["tokens/s", "MFU", "GB", "layout"], rows))
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -25,7 +25,6 @@ Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`.
 
 import copy
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import config
@@ -178,17 +177,39 @@ class StepTime:
     # Compute of one microbatch on one stage
 
     def matmuls(self) -> float:
-        """Linear layers and logits: three forwards each, and what is recomputed."""
-        return self.matmul_flops() / self.matmul_rate() * self.c.pace
+        """Linear layers and logits: three forwards each, and what is recomputed.
+
+        A product of few elements leaves a part of the device idle at its end, as long as a tile of
+        it takes. So tensor ranks lose speed where they share the features out, not where they share
+        the features in. A weight's gradient has no tokens: kernels cut its sum instead. It counts
+        as the mean of the forward and the input's gradient.
+        """
+        useful = wasted = 0.0
+        for n_in, n_out, layers, again in self.linear_layers():
+            useful += (3 + again) * self.tokens * n_in * n_out * layers
+            wasted += self.c.tile * ((1.5 + again) * n_in + 1.5 * n_out) * layers
+        device = self.fleet.device
+        peak = device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)  # of large ones
+        return self.matmul_flops() / peak * (useful + wasted) / useful * self.c.pace
 
     def matmul_flops(self) -> float:
-        """The FLOPs of one rank's matmuls with weights."""
-        if self.cfg.lora_rank:
-            return self.matmul_flops_with_adapters()
+        """The FLOPs of one rank's matmuls with weights.
+
+        Where frozen weights have no gradient, tensor ranks share all evenly.
+        """
         per_token = 0.0
-        for n_in, n_out, layers, again in self.linear_layers():
-            per_token += 2 * n_in * n_out * layers * (3 + again)
-        return self.tokens * per_token
+        if not self.cfg.lora_rank:
+            for n_in, n_out, layers, again in self.linear_layers():
+                per_token += 2 * n_in * n_out * layers * (3 + again)
+            return self.tokens * per_token
+
+        if self.is_last:
+            per_token += 2 * 2 * self.m.vocab_size * self.m.d_model
+        for i in blocks_of(self.m.n_layers, self.stage, self.cfg.pp):
+            for part, passes in matmuls.block_by_pass(self.m, self.cfg, i).items():
+                if part not in matmuls.ATTENTION:
+                    per_token += sum(passes.values())
+        return self.tokens * per_token / self.cfg.tp
 
     def linear_layers(self) -> list[tuple[int, int, int, float]]:
         """[(features in, features out, how many, forwards again)] of one tensor rank.
@@ -206,31 +227,6 @@ class StepTime:
             (part.hidden, d, self.layers, again * self.trainer.repeats_all),
         ]
         return [*layers, (d, part.vocab, 1, 0.0)] if self.is_last else layers
-
-    def matmul_flops_with_adapters(self) -> float:
-        """The same where frozen weights have no gradient. Tensor ranks share all evenly."""
-        per_token = 2 * 2 * self.m.vocab_size * self.m.d_model if self.is_last else 0
-        for i in blocks_of(self.m.n_layers, self.stage, self.cfg.pp):
-            for part, passes in matmuls.block_by_pass(self.m, self.cfg, i).items():
-                if part not in matmuls.ATTENTION:
-                    per_token += sum(passes.values())
-        return self.tokens * per_token / self.cfg.tp
-
-    def matmul_rate(self) -> float:
-        """The FLOP/s that matmuls reach on one device.
-
-        A product of few elements leaves a part of the device idle at its end, as long as a tile of
-        it takes. So tensor ranks lose speed where they share the features out, not where they share
-        the features in. A weight's gradient has no tokens: kernels cut its sum instead. It counts
-        as the mean of the forward and the input's gradient.
-        """
-        useful = wasted = 0.0
-        for n_in, n_out, layers, again in self.linear_layers():
-            useful += (3 + again) * self.tokens * n_in * n_out * layers
-            wasted += self.c.tile * ((1.5 + again) * n_in + 1.5 * n_out) * layers
-        device = self.fleet.device
-        peak = device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)  # of large ones
-        return peak * useful / (useful + wasted)
 
     def attention(self) -> float:
         """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
@@ -401,19 +397,15 @@ class StepTime:
     def kinds_of_stages(self) -> list[tuple["StepTime", int]]:
         """[(a stage, how many are like it), ...]."""
         ends = (0, self.cfg.pp - 1)
-        numbers = {}  # {(blocks, the end that it is): the first such stage}
-        counts = Counter()
+        kinds = {}  # {(blocks, the end that it is): numbers of these stages}
         for number, size in enumerate(self.stage_sizes):
-            kind = size, number if number in ends else None
-            numbers.setdefault(kind, number)
-            counts[kind] += 1
-
-        kinds = []
-        for kind, number in numbers.items():
+            kinds.setdefault((size, number if number in ends else None), []).append(number)
+        found = []
+        for numbers in kinds.values():
             stage = copy.copy(self)
-            stage.set_stage(number)
-            kinds.append((stage, counts[kind]))
-        return kinds
+            stage.set_stage(numbers[0])
+            found.append((stage, len(numbers)))
+        return found
 
     def parts(self) -> dict[str, float]:
         """{part: seconds}; "step" is their sum. Work is that of the slowest stage."""
