@@ -21,8 +21,7 @@ from pathlib import Path
 
 import config
 import program
-from planning.fleet import NODE_WATTS
-from planning.picture import PUBLISHED_MI250
+from planning.fleet import NODE_WATTS, PUBLISHED_MI250
 from program import require
 from storage import files
 

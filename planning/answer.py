@@ -431,14 +431,12 @@ def split_kinds(argv: list[str]) -> list[tuple[str, list[str]]]:
     for word, values in lists.items():
         fix = f"{n} kinds of device need one value, or {n}"
         require(len(values) == n, f"{word} has {len(values)} values: {fix}")
-
     kinds = []
     for i in range(n):
-        own = {}  # {word: the word of this kind}
-        for word, values in lists.items():
-            own[word] = f"{word.partition('=')[0]}={values[i].strip()}"
-        differs = [own[word].lstrip("-").replace("=", " ") for word in own if word not in names]
-        kinds.append((", ".join(differs), [own.get(word, word) for word in argv]))
+        own = {word: values[i].strip() for word, values in lists.items()}
+        differs = [f"{flops.flag_name(word)} {own[word]}" for word in own if word not in names]
+        words = [f"--{flops.flag_name(word)}={own[word]}" if word in own else word for word in argv]
+        kinds.append((", ".join(differs), words))
     return kinds
 
 

@@ -226,28 +226,21 @@ def with_pace(runs: list[Run], fleet: Fleet, c: Constants) -> Constants:
 # The program
 
 
-def report(measured: Measured, fleet: Fleet, c: Constants) -> str:
-    """Every run beside its prediction, and what a plan will say."""
-    rows = []
-    for run in measured.runs:
-        rate = run.predicted(fleet, c)
-        error = rate / run.tokens_per_second - 1
-        figures = f"{run.tokens_per_second:,.0f}", f"{rate:,.0f}", f"{error:+.1%}"
-        rows.append((run.ranks, *figures, run.flags.replace("--", "")))
-    notes = "\n".join(fleet.notes)
-    if not rows:
-        return notes
-    heads = ("ranks", "tokens/s", "predicted", "error", "run")
-    return f"{program.table(heads, rows)}\n\n{notes}"
-
-
 def main(argv: list[str]) -> None:
     """Print what the files in argv measure, and keep it if asked."""
     paths, args = config.load(argv, CalibrateArgs, takes="FILE ...")
     names_json = not args.save or args.save.endswith(".json")
     require(names_json, f"--save={args.save}: give the name of a .json file")
     measured, fleet, c = from_files(paths, args)
-    print(report(measured, fleet, c))
+    rows = []
+    for run in measured.runs:
+        rate = run.predicted(fleet, c)
+        error = rate / run.tokens_per_second - 1
+        figures = f"{run.tokens_per_second:,.0f}", f"{rate:,.0f}", f"{error:+.1%}"
+        rows.append((run.ranks, *figures, run.flags.replace("--", "")))
+    if rows:
+        print(program.table(("ranks", "tokens/s", "predicted", "error", "run"), rows) + "\n")
+    print(*fleet.notes, sep="\n")
     if args.save:
         files.write_atomically(args.save, json.dumps(asdict(measured), indent=1).encode())
 

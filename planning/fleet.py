@@ -62,6 +62,10 @@ OTHER_NETWORK_GBS = 12.5  # of other devices: 100 Gb/s each, a guess
 NODE_WATTS = {"MI250": 3000 / 8, "A100 SXM": 6500 / 8, "H100 SXM": 10200 / 8}
 NODE_OVER_BOARD = 1.7  # node / board power of other devices: the mean of these three
 
+# MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards, with a
+# global batch of 1536 sequences. {MI250 cards: TFLOP/s of one card, which is two torch devices}
+PUBLISHED_MI250 = {4: 166, 128: 159}
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -24,9 +24,6 @@ from planning.search import Plan
 from program import require
 from storage import files
 
-# MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards, with a
-# global batch of 1536 sequences. {MI250 cards: TFLOP/s of one card, which is two torch devices}
-PUBLISHED_MI250 = {4: 166, 128: 159}
 HATCHES = ("", "//", "..", "\\\\", "xx", "", "--")  # parts differ without colours, too
 SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memory first
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--")  # of one kind of device each

@@ -22,6 +22,7 @@ from program import UserError
 
 ROOT = Path(__file__).parent.parent
 MPT7B, MPT70B = (str(ROOT / f"configs/{name}.py") for name in ("mpt7b", "mpt70b"))
+FIXED = "--tp=1 --pp=1 --sharding=FULL_SHARD --microbatch_size=1 --activation_checkpointing=none"
 
 
 def planned(capsys, *argv) -> dict:
@@ -149,14 +150,12 @@ def test_a_budgets_flags_train_its_models(capsys):
 def test_a_budgets_flags_keep_what_the_user_set_of_the_model(capsys):
     """All but its shape, which the budget finds."""
     own = "--vocab_size=32000 --expansion_ratio=3 --alibi --no_bias --max_seq_len=1024 --qk_ln"
-    own += " --softmax_scale=0.1 --norm_type=layernorm --tie_word_embeddings=False"
     (expected,) = config.load(own.split(), MPTConfig)
     for row in planned(capsys, "--device=h100", "--devices=8", "--budget=1", *own.split()):
         (m,) = config.load(row["model"].split(), MPTConfig)
         shape = {name: getattr(m, name) for name in budget.SHAPE}
         assert m == replace(expected, **shape)
         assert flops.n_params(m) == row["n_params"]
-        assert "attn_impl" not in row["model"]
 
 
 ON_FRONTIER = f"{ROOT}/configs/frontier_175b.py --choose --device=mi250x --devices=1024"
@@ -213,20 +212,14 @@ def test_a_model_too_small_for_its_device_says_what_is_not_in_the_model(capsys):
 
 
 def test_kernels_of_today(capsys):
-    """Each flag makes the step faster by as much as its part shrinks."""
-    base = [MPT7B, "--device=h100", "--devices=8", "--activation_checkpointing=none"]
-    base += ["--microbatch_size=1"]
-    plain = planned(capsys, *base)
-    quick = planned(capsys, *base, "--attention_efficiency=0.36")  # 0.18 in 2023
-    ratio = plain["seconds"]["attention"] / quick["seconds"]["attention"]
-    assert ratio == pytest.approx(2, rel=1e-6)
-
-    compiled = planned(capsys, *base, "--compile")
-    assert compiled["seconds"]["memory-bound"] < 0.9 * plain["seconds"]["memory-bound"]
-
-    fast = planned(capsys, *base, "--bandwidth=6700")  # 3350 by the datasheet
-    ratio = plain["seconds"]["memory-bound"] / fast["seconds"]["memory-bound"]
-    assert ratio == pytest.approx(2, rel=1e-6)
+    """Each flag makes its part of the step faster: as LLM Foundry's of 2023 they are slower."""
+    base = [MPT7B, "--device=h100", *FIXED.split()]
+    plain = planned(capsys, *base)["seconds"]
+    quick = planned(capsys, *base, "--attention_efficiency=0.36", "--bandwidth=6700")["seconds"]
+    assert plain["attention"] / quick["attention"] == pytest.approx(2)
+    assert plain["memory-bound"] / quick["memory-bound"] == pytest.approx(2)
+    compiled = planned(capsys, *base, "--compile")["seconds"]
+    assert compiled["memory-bound"] < 0.9 * plain["memory-bound"]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +253,6 @@ NUMBERS = {
     for name, hint in get_type_hints(cls).items()
     if set(program.alternatives(hint)) & {int, float}
 }
-FIXED = "--tp=1 --pp=1 --sharding=FULL_SHARD --microbatch_size=1 --activation_checkpointing=none"
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -148,18 +148,3 @@ def test_adapters_on_a_recipe_of_pretraining(capsys):
 def test_a_batch_that_is_chosen_does_not_change_the_steps(capsys):
     found = planned(capsys, "--device=h100", "--devices=96", "--max_steps=200")
     assert found["max_steps"] == 200
-
-
-@pytest.mark.parametrize(
-    "days, tokens, words",
-    [
-        (2, 134e9, "134B tokens 2 days"),
-        (0.16, 32_768_000, "32.77M tokens 3.84 hours"),
-        (1 / 24, 716_800, "716,800 tokens 60 minutes"),
-    ],
-)
-def test_numbers_are_written_for_people(days, tokens, words):
-    unit = answer.unit_of_time([{"days": days}, {"days": 9}])
-    time = answer.number(days * answer.OF_A_DAY[unit])
-    assert f"{answer.tokens_text(tokens)} {time} {unit}" == words
-    assert answer.number(1463500) == "1,460,000"

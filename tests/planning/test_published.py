@@ -17,8 +17,7 @@ import devices
 import flops
 from config import MPTConfig, TrainConfig
 from planning import certainty, step_time
-from planning.fleet import Fleet
-from planning.picture import PUBLISHED_MI250
+from planning.fleet import PUBLISHED_MI250, Fleet
 from planning.step_time import FOUNDRY, OURS, Constants, Trainer
 
 GPUS = {"a100_40gb": "a100 40gb", "a100_80gb": "a100 80gb", "h100_80gb": "h100"}
