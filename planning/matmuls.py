@@ -21,7 +21,7 @@ from dataclasses import replace
 import config
 import flops
 import program
-from config import Checkpointing, MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig
 
 # The linear layers of a block: {module: part}.
 LINEARS = {
@@ -49,18 +49,6 @@ def block_forward(cfg: MPTConfig) -> dict[str, int]:
     }
 
 
-def adapters(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, tuple[int, int]]:
-    """{part: (parameters of A, parameters of B)} for the adapted parts of block i."""
-    if i not in flops.adapted_blocks(cfg, train):
-        return {}
-    r = train.lora_rank
-    parts = {}
-    for name in train.adapted_layers:
-        n_out, n_in = cfg.linear_layers()[name]
-        parts[LINEARS[name]] = r * n_in, n_out * r
-    return parts
-
-
 def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[str, int]]:
     """{part: {pass: FLOPs per token}} of block i. Booleans below count as 0 or 1.
 
@@ -69,7 +57,8 @@ def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[
     repeat a block's last matmul, that of down_proj's own weight: the backward does not need its
     output. The selective kind repeats only products with an adapter's B.
     """
-    adapted = adapters(cfg, train, i)
+    adapted = train.adapted_layers if i in flops.adapted_blocks(cfg, train) else []
+    adapted = {LINEARS[name]: cfg.linear_layers()[name] for name in adapted}
     first = flops.first_backward(cfg, train)
     # Does this part's input need a gradient? If norms or biases train, that of every part does.
     needs_grad = not train.lora_rank or flops.trains_vectors(cfg, train) or i > first
@@ -87,29 +76,15 @@ def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[
             "recomputed": forward * (recomputes == "full" and part != "MLP down"),
         }
         if part in adapted:
+            a, b = (2 * train.lora_rank * n for n in reversed(adapted[part]))  # of a forward
             # Else the product with down_proj's A is the last that the backward needs.
-            repeats_b = part != "MLP down" or needs_grad
-            of_part = adapter_passes(*adapted[part], needs_grad, recomputes, repeats_b)
-            of_adapters = {name: of_adapters[name] + of_part[name] for name in PASSES}
+            repeats_b = recomputes != "none" and (part != "MLP down" or needs_grad)
+            of_adapters["forward"] += a + b
+            of_adapters["input gradient"] += a * needs_grad + b
+            of_adapters["weight gradient"] += a + b
+            of_adapters["recomputed"] += a * (recomputes == "full") + b * repeats_b
             needs_grad = True
     return {**parts, "adapters": of_adapters}
-
-
-def adapter_passes(
-    n_a: int, n_b: int, needs_grad: bool, recomputes: Checkpointing, repeats_b: bool
-) -> dict[str, int]:
-    """{pass: FLOPs per token} of an adapter with A and B of so many parameters.
-
-    needs_grad: of its input. recomputes: the activation checkpointing of its block. repeats_b: does
-    that compute the product with B again, too?
-    """
-    a, b = 2 * n_a, 2 * n_b  # FLOPs of a forward
-    return {
-        "forward": a + b,
-        "input gradient": a * needs_grad + b,
-        "weight gradient": a + b,
-        "recomputed": a * (recomputes == "full") + b * (recomputes != "none" and repeats_b),
-    }
 
 
 def flops_by_pass(cfg: MPTConfig, train: TrainConfig) -> dict[str, dict[str, int]]:

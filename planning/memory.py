@@ -205,25 +205,6 @@ def saved_beside_adapters(
     return {name: n * needed.get(name, in_attention) for name, n in saved.items()}
 
 
-def kept_if_recomputed(
-    m: MPTConfig, mode: str, precision="bf16", tp=1, sequence_parallel=False
-) -> int:
-    """Bytes per token that a block keeps for its backward, which computes the rest again.
-
-    With "full" only the block's input; with "selective" also the outputs of its linear layers and
-    of attention. Those of out_proj and down_proj are this rank's share of a sum for all tokens.
-    """
-    w = width(precision)
-    block_input = w * m.d_model // (tp if sequence_parallel else 1)
-    if mode == "full":
-        return block_input
-
-    part = widths(m, tp)
-    wqkv, out_proj, up_proj, down_proj = part.q + 2 * part.kv, m.d_model, part.hidden, m.d_model
-    attention, logsumexp = w * part.q, 4 * part.heads
-    return block_input + w * (wqkv + out_proj + up_proj + down_proj) + attention + logsumexp
-
-
 # --------------------------------------------------------------------------------------------------
 # How ranks divide model and batch
 
@@ -405,9 +386,13 @@ class Rank:
         return blocks
 
     def kept_and_again(self, recomputed: bool, has_adapters: bool, passes_on: bool):
-        """Bytes that a block keeps for its backward, and bytes computed again just before it."""
-        split = self.precision, self.cfg.tp, self.cfg.sequence_parallel
-        saved = saved_by_block(self.m, *split)
+        """Bytes that a block keeps for its backward, and bytes computed again just before it.
+
+        A recomputed block keeps its input; with "selective" also the outputs of its linear layers
+        and of attention. Those of out_proj and down_proj are this rank's share of a sum for all
+        tokens, and nothing needs down_proj's.
+        """
+        saved = saved_by_block(self.m, self.precision, self.cfg.tp, self.cfg.sequence_parallel)
         products = 0  # of x and A
         if self.adapted:
             layers = self.adapted if has_adapters else []
@@ -417,12 +402,12 @@ class Rank:
         if not recomputed:
             return whole, 0
 
-        mode = self.cfg.activation_checkpointing
-        kept = self.tokens * kept_if_recomputed(self.m, mode, *split)
-        if mode == "full":
+        kept = self.residual_bytes // self.token_parts
+        if self.cfg.activation_checkpointing == "full":
             return kept, whole - kept
-        # With "selective", the output of down_proj is kept, but nothing needs it.
-        kept += self.tokens * products
+        part = self.part
+        columns = part.q + 2 * part.kv + part.hidden + 2 * self.m.d_model + part.q
+        kept += self.tokens * (self.width * columns + 4 * part.heads + products)
         return kept, whole - kept + self.residual_bytes
 
     def name_moments(self) -> dict[int, str]:
