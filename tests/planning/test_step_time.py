@@ -16,7 +16,6 @@ from planning.step_time import Constants, StepTime
 from program import UserError
 
 A100 = devices.by_name("a100")
-MI250 = devices.by_name("mi250")
 M = MPTConfig(d_model=1024, n_heads=16, n_layers=8, max_seq_len=512, vocab_size=4096)
 BLOCKS = 8 * 12 * 1024**2  # weights of the matmuls
 EASY = replace(Constants(), tile=0.0, hop=0.0, overlap=1.0, copy_bytes=0.0)
