@@ -19,26 +19,17 @@ Or from a size in place of a model; --n_layers, --d_model and --max_seq_len add 
 
     python flops.py --n_params=405e9 --frozen --device=mi300x --devices=8 --tokens_per_second=34.1
 
-planning/matmuls.py counts each matmul, as torch does. Only `--device=auto` imports torch.
+planning/matmuls.py counts each matmul, as torch does.
 """
 
 import json
-from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import config
 import devices
 import program
-from config import (
-    EXTRA_PARTS,
-    LINEAR_LAYERS,
-    Checkpointing,
-    MPTConfig,
-    TrainConfig,
-    blocks_of,
-    layers_named,
-    listed,
-)
+from config import LINEAR_LAYERS, Checkpointing, MPTConfig, TrainConfig, blocks_of, listed
 from program import require
 
 # --------------------------------------------------------------------------------------------------
@@ -83,50 +74,17 @@ def n_params(cfg: MPTConfig) -> int:
 # What is trained
 
 
-@dataclass
-class TrainingSetup:
-    """What is trained and how: everything beside the model that decides the FLOPs."""
-
-    frozen: bool = False  # all weights; something before block 0 trains
-    lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
-    lora_targets: str = "all"  # layers that have one: Wqkv,out_proj,up_proj,down_proj
-    lora_last_blocks: int = 0  # only the last n blocks have adapters (0 = all blocks)
-    lora_train: str = ""  # train these, too: norms, biases, or norms,biases
-    activation_checkpointing: Checkpointing = "none"  # full: forwards are computed again
-    recompute_every: int = 1  # activation checkpointing of every k-th block
-
-    def check(self) -> None:
-        """UserError if a setting names no linear layer."""
-        layers_named(self.lora_targets)
-        listed("lora_train", self.lora_train, EXTRA_PARTS)
-
-    @property
-    def targets(self) -> list[str]:
-        """The modules that have an adapter."""
-        return layers_named(self.lora_targets)
-
-    @property
-    def trains_all(self) -> bool:
-        """Do all weights of the model train?"""
-        return not (self.frozen or self.lora_rank)
-
-    def checkpointing_of(self, i: int) -> Checkpointing:
-        """The activation checkpointing of block i."""
-        return self.activation_checkpointing if i % self.recompute_every == 0 else "none"
+def checkpointing_of(train: TrainConfig, i: int) -> Checkpointing:
+    """The activation checkpointing of block i."""
+    return train.activation_checkpointing if i % train.recompute_every == 0 else "none"
 
 
-def setup_of(cfg: TrainConfig) -> TrainingSetup:
-    """The setup of a run: what it trains, and what it computes again."""
-    names = [field.name for field in fields(TrainingSetup) if field.name != "frozen"]
-    return TrainingSetup(**{name: getattr(cfg, name) for name in names})
-
-
-def adapted_blocks(cfg: MPTConfig, setup: TrainingSetup) -> range:
+def adapted_blocks(cfg: MPTConfig, train: TrainConfig) -> range:
     """The blocks that have adapters. UserError if more are asked for than the model has."""
-    last = setup.lora_last_blocks
+    last = train.lora_last_blocks
     few = f"lora_last_blocks {last} is more than n_layers {cfg.n_layers}"
     require(last <= cfg.n_layers, f"{few}: lower it")
-    return cfg.adapted_blocks(last) if setup.lora_rank else range(0)
+    return cfg.adapted_blocks(last) if train.lora_rank else range(0)
 
 
 def check_adapters(cfg: MPTConfig, train: TrainConfig) -> None:
@@ -146,7 +104,7 @@ def check_adapters(cfg: MPTConfig, train: TrainConfig) -> None:
     trains_none = cfg.no_bias and "biases" in train.lora_train
     require(not trains_none, f"{nothing}: remove them from it")
 
-    begins_there = adapted_blocks(cfg, setup_of(train))[0] in blocks_of(cfg.n_layers, 0, train.pp)
+    begins_there = adapted_blocks(cfg, train)[0] in blocks_of(cfg.n_layers, 0, train.pp)
     idle = "the first pipeline stage would have nothing to train"
     require(
         begins_there, f"lora_last_blocks {train.lora_last_blocks}: {idle}: set it to 0, or --pp=1"
@@ -155,23 +113,22 @@ def check_adapters(cfg: MPTConfig, train: TrainConfig) -> None:
     require(train.tp == 1 or not train.lora_dropout, f"{masks}: set it to 0, or --tp=1")
 
 
-def n_lora(cfg: MPTConfig, setup: TrainingSetup) -> int:
+def n_lora(cfg: MPTConfig, train: TrainConfig) -> int:
     """Number of parameters of all adapters: A (rank x in) and B (out x rank) of each."""
     shapes = cfg.linear_layers()
-    of_block = sum(setup.lora_rank * sum(shapes[name]) for name in setup.targets)
-    return len(adapted_blocks(cfg, setup)) * of_block
+    of_block = sum(train.lora_rank * sum(shapes[name]) for name in train.adapted_layers)
+    return len(adapted_blocks(cfg, train)) * of_block
 
 
-def trains_vectors(cfg: MPTConfig, setup: TrainingSetup) -> bool:
+def trains_vectors(cfg: MPTConfig, train: TrainConfig) -> bool:
     """Do norms or biases train beside the adapters? If so, they do in every block."""
-    extra = listed("lora_train", setup.lora_train, EXTRA_PARTS)
-    return "norms" in extra or ("biases" in extra and not cfg.no_bias)
+    return "norms" in train.lora_train or ("biases" in train.lora_train and not cfg.no_bias)
 
 
-def first_backward(cfg: MPTConfig, setup: TrainingSetup) -> int:
+def first_backward(cfg: MPTConfig, train: TrainConfig) -> int:
     """The first block that has a backward: the first one with anything to train."""
-    adapters_alone = setup.lora_rank and not trains_vectors(cfg, setup)
-    return adapted_blocks(cfg, setup).start if adapters_alone else 0
+    adapters_alone = train.lora_rank and not trains_vectors(cfg, train)
+    return adapted_blocks(cfg, train).start if adapters_alone else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,15 +159,16 @@ CONVENTION = CONVENTIONS["foundry"].formula
 
 
 def flops_of(
-    cfg: MPTConfig, convention: str = "foundry", setup: TrainingSetup | None = None
+    cfg: MPTConfig, convention: str = "foundry", train: TrainConfig | None = None, frozen=False
 ) -> tuple[float, float]:
     """FLOPs of training on a token, and the same with the forwards that are computed again.
 
-    convention: a key of CONVENTIONS. setup: without it all weights train, and nothing is computed
-    again. UserError if more blocks are to be adapted than there are.
+    convention: a key of CONVENTIONS. train: without it all weights train, and nothing is computed
+    again. frozen: no weight trains, but something before block 0 does. UserError if more blocks are
+    to be adapted than there are.
     """
     row = CONVENTIONS[convention]
-    setup = setup or TrainingSetup()
+    train = train or TrainConfig()
     L = cfg.n_layers
     parts = params_by_part(cfg)
     linears = sum(parts[name] for name in LINEAR_LAYERS)
@@ -219,30 +177,24 @@ def flops_of(
     if row.matmuls_only:
         n = linears + cfg.vocab_size * cfg.d_model
     l_d_s = L * cfg.d_model * cfg.max_seq_len
-    adapters = n_lora(cfg, setup)
+    adapters = n_lora(cfg, train)
 
-    first = first_backward(cfg, setup)  # the blocks before it have no backward
+    first = first_backward(cfg, train)  # the blocks before it have no backward
     backward = 2 * linears + (row.both_passes - row.forward) * l_d_s
-    once = flops_of_size(n, l_d_s, row, setup)[0] + 6 * adapters - first * backward // L
+    once = flops_of_size(n, l_d_s, row, frozen or train.lora_rank)
+    once += 6 * adapters - first * backward // L
 
     forward = 2 * (linears if row.matmuls_only else n) + row.forward * l_d_s + 2 * adapters
     if row.blocks_twice:
         once += forward * (L - first) / L
         return once, once
-    again = [i for i in range(first, L) if setup.checkpointing_of(i) == "full"]
+    again = [i for i in range(first, L) if checkpointing_of(train, i) == "full"]
     return once, once + forward * len(again) / L
 
 
-def flops_of_size(
-    n: int, l_d_s: int, convention: Convention, setup: TrainingSetup
-) -> tuple[float, float]:
-    """`flops_of` for n parameters, all or none of which train, without those of adapters.
-
-    l_d_s: L d S.
-    """
-    once = (6 if setup.trains_all else 4) * n + convention.both_passes * l_d_s
-    is_repeated = setup.activation_checkpointing == "full"
-    return once, once + is_repeated * (2 * n + convention.forward * l_d_s)
+def flops_of_size(n: int, l_d_s: int, convention: Convention, frozen: bool) -> int:
+    """FLOPs of training on a token for n parameters. l_d_s: L d S."""
+    return (4 if frozen else 6) * n + convention.both_passes * l_d_s
 
 
 def train_flops_per_token(cfg: MPTConfig, convention: str = "foundry") -> int:
@@ -285,8 +237,8 @@ def hfu(
     That is `mfu`, times 4/3 if activation_checkpointing is "full" for all blocks. every: it is for
     every k-th block. Other arguments: `utilization`.
     """
-    setup = TrainingSetup(activation_checkpointing=activation_checkpointing, recompute_every=every)
-    _, per_token = flops_of(cfg, setup=setup)
+    train = TrainConfig(activation_checkpointing=activation_checkpointing, recompute_every=every)
+    _, per_token = flops_of(cfg, train=train)
     return utilization(per_token, tokens_per_second, n_devices, peak_flops)
 
 
@@ -310,18 +262,16 @@ def doubt(hfu: float, causal: float, reachable: float | None = None) -> str:
 # --------------------------------------------------------------------------------------------------
 # The program's settings
 
-PeakSetting = float | Literal["auto", "measure"]
-
 
 @dataclass
 class FlopsArgs:
     """What to compute the utilization of."""
 
-    device: str = "auto"  # mi250, ... (python devices.py lists them); auto: of this machine
-    peak_tflops: PeakSetting = "auto"  # its peak; auto: the table; measure: of this machine
+    device: str = "auto"  # mi250, ... (python devices.py lists them)
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
     convention: str = "foundry"  # of the MFU in JSON: foundry, palm, causal, 6nd, megatron, ...
+    frozen: bool = False  # no weight trains; something before block 0 does
     n_params: int | None = None  # in place of a model; n_layers, d_model, max_seq_len add attention
     json: bool = False  # print JSON
 
@@ -335,91 +285,79 @@ class ShapeArgs:
     """The attention of a model of which only --n_params is known; 0: not given."""
 
     n_layers: int = 0  # L
-    d_model: int = 0  # d, if head_dim is d_model / n_heads
-    n_heads: int = 0
-    head_dim: int = 0  # n_heads x head_dim is the width of all queries, whatever d_model is
+    d_model: int = 0  # d: the width of all heads together
     max_seq_len: int = 0  # S
 
     def l_d_s(self) -> int:
         """L d S; 0 if nothing is given. UserError if something is missing."""
-        width = self.n_heads * self.head_dim or self.d_model
-        given = {"n_layers": self.n_layers, "d_model": width, "max_seq_len": self.max_seq_len}
-        missing = " ".join(f"--{name}=..." for name, value in given.items() if not value)
+        missing = " ".join(f"--{name}=..." for name, value in vars(self).items() if not value)
         complete = not missing or not any(vars(self).values())
         require(complete, f"the FLOPs of attention, 12 L d S, need {missing}")
-        return self.n_layers * width * self.max_seq_len
+        return self.n_layers * self.d_model * self.max_seq_len
 
 
 # --------------------------------------------------------------------------------------------------
 # The report
 
 
-def counts_of_size(n: int, shape: ShapeArgs, setup: TrainingSetup) -> dict[str, tuple]:
-    """{convention: FLOPs of n parameters}, for the conventions that need no model.
+def counts_of_size(
+    n: int, shape: ShapeArgs, train: TrainConfig, frozen: bool
+) -> dict[str, tuple[int, int]]:
+    """{convention: `flops_of` n parameters}, for the conventions that need no model.
 
     The adapters of --lora_rank are left out: well under 1 % of a model. UserError if some blocks
     are to differ from others.
     """
-    alike = replace(setup, lora_last_blocks=0, lora_train="", recompute_every=1)
+    differ = train.lora_last_blocks or train.lora_train or train.recompute_every > 1
     fix = "name a config file in place of --n_params"
-    require(setup == alike, f"which blocks train or are computed again needs a model: {fix}")
+    require(not differ, f"which blocks train or are computed again needs a model: {fix}")
     l_d_s = shape.l_d_s()
-    rows = {name: row for name, row in CONVENTIONS.items() if not row.matmuls_only}
-    names = rows if l_d_s else ["6nd"]
-    return {name: flops_of_size(n, l_d_s, rows[name], setup) for name in names}
+    counts = {}
+    for name, row in CONVENTIONS.items():
+        if name == "6nd" or (l_d_s and not row.matmuls_only):
+            once = flops_of_size(n, l_d_s, row, frozen or train.lora_rank)
+            forward = 2 * n + row.forward * l_d_s
+            counts[name] = once, once + forward * (train.activation_checkpointing == "full")
+    return counts
 
 
-def formula(name: str, setup: TrainingSetup, has_model: bool) -> str:
-    """A convention's formula for what is trained."""
-    text = CONVENTIONS[name].formula
-    if setup.trains_all:
-        return text
-    adapters = " + 6 N_lora" * bool(setup.lora_rank and has_model)
-    return text.replace("6 N", f"4 N{adapters}").replace("6 M", f"4 M{adapters}")
-
-
-def find_peak(args: FlopsArgs) -> tuple[str, float | None, float | None]:
+def find_peak(args: FlopsArgs, train: TrainConfig) -> tuple[str, float | None, float | None]:
     """(name of the device, its peak in FLOP/s, the share of it that large matmuls reach).
 
-    Both numbers are None if unknown. `device = "cpu"` in a config file means this machine. It is
-    asked only if a speed was given or the peak is to be measured, since that imports torch.
+    None if unknown. The device of a training run, such as `device = "cpu"` in a config file, names
+    none.
     """
     row = None if args.device in devices.THIS_MACHINE else devices.by_name(args.device)
-    if isinstance(args.peak_tflops, float):
-        return row.name if row else "the device", args.peak_tflops * 1e12, None
-    if row:
-        return row.name, row.bf16_tflops and row.bf16_tflops * 1e12, row.reachable
-    if not args.tokens_per_second and args.peak_tflops == "auto":
-        return "an unnamed device (no --device)", None, None
-
-    import torch
-
-    use_gpu = torch.cuda.is_available() and args.device in ("auto", "cuda")
-    device = torch.device("cuda" if use_gpu else "cpu")
-    peak = devices.peak_flops(args.peak_tflops, device, torch.bfloat16)
-    known = devices.identify(device) if args.peak_tflops == "auto" else None
-    return "this machine", peak, known and known.reachable
+    name = row.name if row else "an unnamed device"
+    if isinstance(train.peak_tflops, float):
+        return name, train.peak_tflops * 1e12, None
+    if row and row.bf16_tflops:
+        return name, row.bf16_tflops * 1e12, row.reachable
+    return name, None, None
 
 
 def report(
-    cfg: MPTConfig | None, setup: TrainingSetup, counted: dict[str, tuple], args: FlopsArgs
+    cfg: MPTConfig | None, train: TrainConfig, counted: dict[str, tuple], args: FlopsArgs
 ) -> dict:
     """All figures. `flops_per_token`, `mfu` and `hfu` are those of --convention.
 
     counted: {convention: what `flops_of` returns}.
     """
-    device, peak, reachable = find_peak(args)
+    device, peak, reachable = find_peak(args, train)
     rate = args.tokens_per_second / args.devices  # of one device
-    conventions = {
-        name: {
-            "formula": formula(name, setup, has_model=bool(cfg)),
+    conventions = {}
+    for name, (once, with_recomputed) in counted.items():
+        formula = CONVENTIONS[name].formula
+        if args.frozen or train.lora_rank:
+            adapters = " + 6 N_lora" * bool(train.lora_rank and cfg)
+            formula = formula.replace("6 N", f"4 N{adapters}").replace("6 M", f"4 M{adapters}")
+        conventions[name] = {
+            "formula": formula,
             "flops_per_token": once,
             "tflops_per_device": rate * once / 1e12,
             "mfu": peak and rate * once / peak,
             "hfu": peak and rate * with_recomputed / peak,
         }
-        for name, (once, with_recomputed) in counted.items()
-    }
     has_it = args.convention in conventions or args.convention == "foundry"
     require(has_it, f"--convention={args.convention} needs a model, or at least its attention")
     first = conventions.get(args.convention) or conventions["6nd"]
@@ -427,13 +365,13 @@ def report(
     return {
         "n_params": n_params(cfg) if cfg else args.n_params,
         "params": params_by_part(cfg) if cfg else {},
-        "n_lora": n_lora(cfg, setup) if cfg else None,
+        "n_lora": n_lora(cfg, train) if cfg else None,
         "device": device,
         "devices": args.devices,
         "peak_tflops": peak and peak / 1e12,
         "reachable": reachable,
         "tokens_per_second": args.tokens_per_second,
-        "activation_checkpointing": setup.activation_checkpointing,
+        "activation_checkpointing": train.activation_checkpointing,
         "convention": first["formula"],
         **{name: value for name, value in first.items() if name != "formula"},
         "mfu_of_reachable": first["mfu"] and reachable and first["mfu"] / reachable,
@@ -498,20 +436,26 @@ def flag_name(text: str) -> str:
     return text.lstrip("-").split("=")[0]
 
 
+def with_base(argv: list[str]) -> list[str]:
+    """argv with a base for the adapters that it asks for: a run needs one, no formula reads it."""
+    asks_for_adapters = "lora_rank" in map(flag_name, argv)
+    return ["--init_from=any", *argv] if asks_for_adapters else argv
+
+
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
     cfg = None
-    argv = config.joined(argv, MPTConfig, ShapeArgs, TrainingSetup, FlopsArgs)
+    argv = config.joined(with_base(argv), MPTConfig, TrainConfig, FlopsArgs)
     if "n_params" in map(flag_name, argv):
         files = [word for word in argv if not word.startswith("-")]
         require(not files, f"--n_params takes the place of a model: remove {' '.join(files)}")
-        shape, setup, args = config.load(argv, ShapeArgs, TrainingSetup, FlopsArgs)
-        counted = counts_of_size(args.n_params, shape, setup)
+        shape, train, args = config.load(argv, ShapeArgs, TrainConfig, FlopsArgs)
+        counted = counts_of_size(args.n_params, shape, train, args.frozen)
     else:
-        cfg, setup, args = config.load(argv, MPTConfig, TrainingSetup, FlopsArgs)
-        counted = {name: flops_of(cfg, name, setup) for name in CONVENTIONS}
+        cfg, train, args = config.load(argv, MPTConfig, TrainConfig, FlopsArgs)
+        counted = {name: flops_of(cfg, name, train, args.frozen) for name in CONVENTIONS}
 
-    figures = report(cfg, setup, counted, args)
+    figures = report(cfg, train, counted, args)
     if args.json:
         print(json.dumps(figures, indent=2))
         return

@@ -7,51 +7,44 @@
     python plan.py configs/mpt7b.py --device=h100,mi250 --price=2.5,1.2 --sweep_devices=8,64 --plot
                                                      time, cost and energy on two kinds of device
     python plan.py configs/mpt7b.py --machine=frontier --devices=64             its nodes, network
-    python plan.py --plot                                                       pictures
 
 What a config file or a flag sets is kept. What is `auto` or not set (tp, pp, sharding, microbatch,
-activation checkpointing) is chosen: the fastest layout that fits, or with --simplest the fastest
-with the least tensor and pipeline parallelism. --choose leaves all of it open. The flags launch the
-plan; the table has the fastest layouts, and your settings as they are if they differ.
+activation checkpointing) is chosen: the fastest layout that fits. --choose leaves all of it open.
+The flags launch the plan; the table has the fastest layouts, and your settings as they are if they
+differ.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
-planning/step_time.py, whose constants were fitted to LLM Foundry's published MPT runs on A100 and
-H100 of 2023; bench/results/planner.md has the error of every row. Any other device is extrapolated,
-and the plan says so, until `--calibrate=FILE` brings measurements: a machine.json of `bench
-machine`, a table of `bench train`, or a file in which planning/calibrate.py has put both. The last
-lines of a plan list what was assumed.
+planning/step_time.py. Any device but A100 and H100 is extrapolated, and the plan says so, until
+`--calibrate=FILE` brings measurements: a machine.json of `bench machine`, a table of `bench train`,
+or a file in which planning/calibrate.py has put both. Speeds, and so time, cost and energy, have an
+error band: how far published runs of this kind were from their predictions.
 
-Speeds have an error band: how far published runs of this kind were from their predictions
-(planning/certainty.py). Time, cost and energy of the run have it, too.
 Prices are yours, of one torch device for an hour. With several kinds of device, a flag has one
 value for all or one for each. `--json` prints the rows of any answer for programs.
 """
 
 import json
+import math
 from dataclasses import replace
 
 import config
-import devices
 import flops
 import program
 from config import MPTConfig, TrainConfig
-from planning import answer, budget, calibrate, memory, picture, search, step_time
+from planning import answer, budget, calibrate, picture, search
 from planning.answer import PlanArgs, Row
-from planning.fleet import fleet_of, with_flags
+from planning.fleet import fleet_of
 from planning.search import LayoutArgs, Plan, Question
+from planning.step_time import Constants
 from program import UserError, require
 
 
 def main(argv: list[str]) -> None:
     """Answer the question that the config files and flags in argv ask."""
-    argv = config.joined(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
-    given = {flops.flag_name(text) for text in argv}
-    if "plot" in given and given <= {"plot", "out"}:
-        return picture.published(config.load(argv, PlanArgs)[0].out)
-    kinds = answer.split_kinds(argv)
+    kinds = answer.split_kinds(config.joined(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs))
     if len(kinds) > 1:
         return show_kinds(kinds)
-    q, args = question(argv)
+    q, args = question(kinds[0][1])
     if args.sweep_devices:
         show_rows(answer.sweep(q, device_counts(args), args), args)
     elif args.budget:
@@ -66,55 +59,38 @@ def main(argv: list[str]) -> None:
 
 def question(argv: list[str]) -> tuple[Question, PlanArgs]:
     """The question that argv asks. UserError if its settings contradict each other."""
-    for word in argv:
-        fix = f"--sweep_devices={word.partition('=')[2]} plans for several"
-        several = flops.flag_name(word) == "devices" and "," in word
-        require(not several, f"{word}: expected one number, such as --devices=64; {fix}")
-
     classes = (MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
-    m, cfg, asked, args = config.load(memory.with_base(argv), *classes)
+    m, cfg, asked, args = config.load(flops.with_base(argv), *classes)
+    given = {flops.flag_name(text) for text in argv if text.startswith("-")}
     files = [text for text in argv if not text.startswith("-")]
-    given = {flops.flag_name(text) for text in argv}
     require_one_question(cfg, args, files, given)
     if args.choose:
         asked = replace(asked, **{name: "auto" for name in search.OPEN if name not in given})
     if m.attn_impl != "triton":
         m = replace(m, attn_impl="sdpa")
-    if not args.global_batch_size:
-        cfg = replace(cfg, global_batch_size=budget.default_batch(cfg, args.devices))
-    if {"tokens", "max_steps"} <= given:
-        require_one_length(m, cfg, args)
+    if not args.global_batch_size:  # at least 4 sequences a device
+        each = max(4, math.ceil(cfg.global_batch_size / args.devices))
+        cfg = replace(cfg, global_batch_size=each * args.devices)
     if not args.tokens and (args.max_steps or cfg.lora_rank):
         args = replace(args, tokens=answer.tokens_of_steps(m, cfg))
 
-    trainer = step_time.FOUNDRY if args.trainer == "foundry" else step_time.OURS
-    if not args.calibrate:
-        return Question(m, cfg, asked, fleet_of(args), trainer=trainer), args
-    if args.device in devices.THIS_MACHINE and not args.machine:
-        args = replace(args, device=calibrate.device_of(args.calibrate))
-    _, fleet, c = calibrate.from_files([args.calibrate], fleet_of(args), trainer)
-    return Question(m, cfg, asked, with_flags(fleet, args), c, trainer), args
+    if args.calibrate:
+        _, fleet, c = calibrate.from_files([args.calibrate], args)
+    else:
+        fleet, c = fleet_of(args), Constants()
+    return Question(m, cfg, asked, fleet, c), args
 
 
 def require_one_question(cfg: TrainConfig, args: PlanArgs, files: list[str], given: set) -> None:
     """UserError if the settings contradict the question. given: names of the flags."""
     fix = "remove --precision=fp32"
     require(cfg.precision != "fp32", f"plans are for bf16, in which speeds were published: {fix}")
-    all_train = not (args.budget and cfg.lora_rank)
-    require(all_train, "--budget finds a model to train from scratch: remove --lora_rank")
-    found_by_budget = ("tokens", "max_steps", *budget.SHAPE)
+    two_lengths = {"tokens", "max_steps"} <= given
+    require(not two_lengths, "--tokens and --max_steps are two lengths of a run: remove one")
+    found_by_budget = ("lora_rank", "tokens", "max_steps", *budget.SHAPE)
     extra = files + [f"--{name}" for name in found_by_budget if name in given]
     problem = f"--budget finds the model and its tokens: remove {' '.join(extra)}"
     require(not (args.budget and extra), problem)
-
-
-def require_one_length(m: MPTConfig, cfg: TrainConfig, args: PlanArgs) -> None:
-    """UserError if --tokens and --max_steps are two lengths of a run."""
-    batch = cfg.global_batch_size
-    steps = args.tokens / (batch * m.max_seq_len)
-    same = f"--tokens={args.tokens:g} are {steps:,.6g} steps of {batch} x {m.max_seq_len} tokens"
-    problem = f"{same}, not --max_steps={args.max_steps}: remove one of the two"
-    require(not args.tokens or abs(steps - args.max_steps) <= 1, problem)
 
 
 def device_counts(args: PlanArgs) -> list[int]:
@@ -137,7 +113,7 @@ def device_counts(args: PlanArgs) -> list[int]:
 def show_rows(rows: list[Row], args: PlanArgs) -> None:
     """Print rows as a table or as JSON, and draw them if asked."""
     if args.json:
-        print(json.dumps([vars(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
     else:
         print(answer.text_of_rows(rows))
     if args.plot:
@@ -153,7 +129,7 @@ def show_kinds(kinds: list[tuple[str, list[str]]]) -> None:
         name = f"{q.fleet.device.name}{f' of {args.machine}' * bool(args.machine)}"
         label = ", ".join(filter(None, [name, differs]))
         rows += [answer.planned_on(q, n, args, label) for n in device_counts(args)]
-    require(not all(row.problem for row in rows), rows[0].problem)
+    require(not all(row["problem"] for row in rows), rows[0]["problem"])
     show_rows(rows, args)
 
 
@@ -161,11 +137,10 @@ def show_budget(q: Question, args: PlanArgs) -> None:
     """The models of budget.budget, and how the first is trained."""
     rows = []
     trainings = budget.budget(q, args.budget)
-    for training, label in zip(trainings, ("budget", "or smaller"), strict=False):
-        of_run = replace(args, tokens=float(training.tokens))
-        rows.append(answer.row_of(training.plan, of_run, label))
+    for (plan, tokens), label in zip(trainings, ("budget", "or smaller"), strict=False):
+        rows.append(answer.row_of(plan, replace(args, tokens=tokens), label))
     if args.json:
-        print(json.dumps([vars(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
         return
     below = [line for row in rows for line in answer.training_lines(row)]
     print(answer.text(rows[0], below=below))
@@ -177,16 +152,16 @@ def show_plan(q: Question, args: PlanArgs, argv: list[str]) -> None:
     row = answer.row_of(first, args, "this plan")
     others = [answer.row_of(plan, args, "next") for plan in plans]
     own = plan_of_settings(q, argv)
-    if own and answer.flags(own) != row.flags:
+    if own and answer.flags(own) != row["flags"]:
         others.append(answer.row_of(own, args, "your settings"))
     fixes = [] if first.fits else search.what_fits(q)
     if args.json:
-        more = {"others": [vars(other) for other in others], "would_fit": fixes}
-        print(json.dumps({**vars(row), **more}, indent=2))
+        more = {"others": others, "would_fit": fixes}
+        print(json.dumps({**row, **more}, indent=2))
     else:
         print(answer.text(row, others, answer.labelled("would fit", fixes)))
     if args.plot:
-        picture.bytes_by_sharding(first.m, first.cfg, first.fleet, args.out)
+        picture.bytes_by_sharding(first, args.out)
 
 
 def plan_of_settings(q: Question, argv: list[str]) -> Plan | None:
@@ -197,8 +172,7 @@ def plan_of_settings(q: Question, argv: list[str]) -> Plan | None:
     in_groups = q.cfg.sharding_mode.over == "group"
     shard_size = q.cfg.shard_size or (q.fleet.node_size if in_groups else 0)
     try:
-        fleet = replace(q.fleet, tp=q.cfg.tp, pp=q.cfg.pp)
-        return search.evaluate(q.m, replace(q.cfg, shard_size=shard_size), fleet, q.c, q.trainer)
+        return search.evaluate(q.m, replace(q.cfg, shard_size=shard_size), q.fleet, q.c)
     except UserError:  # the model or the batch cannot be split over these devices
         return None
 

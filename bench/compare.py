@@ -19,7 +19,7 @@ from pathlib import Path
 
 import config
 import program
-from planning.picture import PUBLISHED_MI250
+from planning.fleet import PUBLISHED_MI250
 from program import require
 from storage import files
 

@@ -35,8 +35,8 @@ import parallel
 import program
 from config import MPTConfig, TrainConfig
 from lessons import pictures
-from planning import certainty, picture, step_time
-from planning.fleet import FleetArgs, fleet_of
+from planning import certainty, step_time
+from planning.fleet import PUBLISHED_MI250, FleetArgs, fleet_of
 
 # One core, and its processor seconds: other programs on this machine then disturb less.
 torch.set_num_threads(1)
@@ -359,14 +359,14 @@ print(program.table(heads, cells))
 #
 # MosaicML's second post on AMD, "Training LLMs at Scale with AMD MI250 GPUs" (2023),
 # gives TFLOP/s of an MI250 *card* for MPT-7B: 166 on 4 cards, 159 on 128
-# (planning/picture.py::PUBLISHED_MI250). A card holds two dies, and torch sees each as a device,
+# (planning/fleet.py::PUBLISHED_MI250). A card holds two dies, and torch sees each as a device,
 # so there are two ways to be wrong by a factor of two.
 
 # %%
 m = MODELS["7b"]
 peak = devices.by_name("mi250").bf16_tflops * 1e12  # of one die
 cells = []
-for cards, tflops in picture.PUBLISHED_MI250.items():
+for cards, tflops in PUBLISHED_MI250.items():
     of_card = tflops * 1e12 / flops.train_flops_per_token(m)  # tokens/s
     mfu, wrong = flops.mfu(m, of_card, 2, peak), flops.mfu(m, of_card, 1, peak)
     cells.append((cards, f"{of_card:,.0f}", f"{of_card / 2:,.0f}", f"{mfu:.1%}", f"{wrong:.1%}"))
@@ -377,7 +377,7 @@ print(program.table(heads, cells))
 print("\nA card (4 cards, S = 2048) does")
 for row in published:
     if row["model"] == "mpt-7b" and row["seq"] == "2048":
-        ratio = picture.PUBLISHED_MI250[4] / float(row["tflops_per_gpu"])
+        ratio = PUBLISHED_MI250[4] / float(row["tflops_per_gpu"])
         print(f"  {ratio:.2f} times the work of an {row['gpu']}, checkpointing {row['act_ckpt']}")
 
 # %% [markdown]

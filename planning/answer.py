@@ -1,15 +1,15 @@
 """The question that plan.py is asked, and its answer: one row for every plan.
 
-`PlanArgs` is the question: the fleet, prices, tokens. A `Row` has all that a plan predicts: speed
-with its error band, seconds and bytes by part, and what the run takes in time, money and energy.
-`table` prints the rows of any answer (the fastest layouts, a sweep over numbers of devices, several
-kinds of device, models for a budget), `text` a single row in detail, and JSON has the same rows.
+`PlanArgs` is the question: the fleet, prices, tokens. A row has all that a plan predicts: speed
+with its error band, seconds and bytes by part, and what the run takes in time, money and energy; or
+the problem why there is no plan. `table` prints the rows of any answer (the fastest layouts, a
+sweep over numbers of devices, several kinds of device, models for a budget), `text` a single row in
+detail, and JSON has the same rows.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import flops
 import program
@@ -17,28 +17,16 @@ from config import MPTConfig, TrainConfig
 from devices import Device
 from planning import certainty, matmuls, search, step_time
 from planning.budget import TOKENS_PER_PARAMETER, chinchilla_loss
-from planning.fleet import (
-    NODE_OVER_BOARD,
-    NODE_WATTS,
-    UNKNOWN_LINK,
-    FleetArgs,
-    network_words,
-    of_family,
-)
+from planning.fleet import NODE_OVER_BOARD, NODE_WATTS, UNKNOWN_LINK, FleetArgs, of_family
 from planning.search import Plan, Question
 from program import UserError, require
 
 # The settings that fsdp_train.py needs for a layout.
 LAYOUT = """tp sequence_parallel pp sharding shard_size activation_checkpointing recompute_every
     microbatch_size global_batch_size""".split()
-# Dash et al., "Optimizing Distributed Training on Frontier for Large Language Models" (2312.12705):
-# models of 22B, 175B and 1T. {(n_layers, d_model): TFLOP/s of one GCD of MI250X}
-PUBLISHED_FRONTIER = {(48, 6144): 73.5, (96, 12288): 69.2, (128, 25600): 61.2}
 # Settings of which each kind of device may have its own: --device=h100,mi250 --price=2.5,1.2
 OF_A_KIND = """device machine node_size network bandwidth memory_gb attention_efficiency
     calibrate price watts""".split()
-
-TrainerName = Literal["ours", "foundry"]
 
 
 @dataclass
@@ -48,14 +36,13 @@ class PlanArgs(FleetArgs):
     choose: bool = False  # choose the layout even where a config file sets it
     global_batch_size: int = 0  # sequences of a step (0: 256 or a bit more, at least 4 a device)
     max_steps: int = 0  # steps of the run, from which its tokens and time follow
-    trainer: TrainerName = "ours"  # foundry: reduce in bf16, residuals in fp32, as in its runs
     tokens: float = 0.0  # to train on (0: of max_steps, else 20 a parameter; adapters: 4800 steps)
     price: float = 0.0  # of one torch device for an hour; two kinds of device: 2.5,1.2
     watts: float = 0.0  # of one torch device with its share of the node (0: from the table)
     calibrate: str = ""  # a .csv of bench train, machine.json, a file of planning.calibrate --save
     sweep_devices: str = ""  # numbers of devices: 8,16,64
     budget: float = 0.0  # days: plan the Chinchilla-optimal model that trains in this many
-    plot: bool = False  # draw sweep, kinds of device or memory; alone: the published MI250 runs
+    plot: bool = False  # draw sweep, kinds of device or memory
     out: str = "plan.png"  # where to draw
     json: bool = False  # print JSON
 
@@ -70,48 +57,13 @@ class PlanArgs(FleetArgs):
 # A row
 
 
-@dataclass(frozen=True)
-class Row:
-    """A plan, and what the run takes; or the problem why there is none. None: not known."""
-
-    label: str  # what tells the row from others
-    device: str
-    devices: int
-    problem: str = ""
-    model: str = ""  # the flags of the model
-    n_params: int | None = None
-    max_seq_len: int | None = None
-    layout: dict | None = None  # {setting: value}
-    layout_text: str = ""
-    flags: str = ""  # with which fsdp_train.py runs this layout
-    seconds: dict | None = None  # of a step, by part
-    tokens_per_second: float | None = None
-    mfu: float | None = None  # 0 to 1
-    tflops_per_device: float | None = None
-    convention: str = ""  # what the two count
-    published: dict | None = None  # TFLOP/s of a device, beside the plan's
-    bytes: dict | None = None  # of one device at its peak, by part
-    gb: float | None = None  # all of them
-    memory_gb: float | None = None  # GiB of the device
-    share_of_memory: float | None = None
-    fits: bool | None = None
-    tokens: float | None = None
-    tokens_per_parameter: float | None = None
-    predicted_loss: float | None = None  # by Chinchilla's fit; not of adapters
-    max_steps: int | None = None
-    days: float | None = None
-    cost: float | None = None
-    kwh: float | None = None
-    band: dict | None = None  # {tokens_per_second, days, cost or kwh: [low, high]}
-    certainty: str = ""  # the kind of published runs that the band comes from
-    efficiency: float | None = None  # in a sweep: speed per device / that of the smallest fleet
-    assumed: tuple[str, ...] = ()  # what the user did not set
+Row = dict  # {name: value}, in JSON, too
 
 
 def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
-    """The row of a plan."""
-    fleet, cfg, rate = plan.fleet, plan.cfg, plan.tokens_per_second
-    n_params = flops.n_params(plan.m)
+    """The row of a plan. label: what tells it from others."""
+    m, fleet, cfg, rate = plan.m, plan.fleet, plan.cfg, plan.tokens_per_second
+    n_params = flops.n_params(m)
     tokens = args.tokens or float(TOKENS_PER_PARAMETER * n_params)
     device_hours = tokens / rate / 3600 * fleet.devices
     device_watts = watts(fleet.device, args)
@@ -122,37 +74,37 @@ def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
     }
     low, high, kind = band_of(plan)
     band = {name: [value / high, value / low] for name, value in run.items() if value}
-    flops_per_token = matmuls.flops_of_run(plan.m, cfg)
-    return Row(
-        label=label or fleet.device.name,
-        device=fleet.device.name,
-        devices=fleet.devices,
-        model=model_flags(plan.m),
-        n_params=n_params,
-        max_seq_len=plan.m.max_seq_len,
-        layout={name: getattr(cfg, name) for name in LAYOUT} | {"dp": fleet.dp},
-        layout_text=search.layout_text(plan),
-        flags=flags(plan),
-        seconds=plan.seconds,
-        tokens_per_second=rate,
-        mfu=plan.mfu,
-        tflops_per_device=rate * flops_per_token / fleet.devices / 1e12,
-        convention=matmuls.convention_of(cfg),
-        published=published(plan),
-        bytes=plan.bytes,
-        gb=plan.bytes["peak"] / 1e9,
-        memory_gb=fleet.device.memory_gb,
-        share_of_memory=plan.share_of_memory,
-        fits=plan.fits,
-        tokens=tokens,
-        tokens_per_parameter=tokens / n_params,
-        predicted_loss=None if cfg.lora_rank else chinchilla_loss(n_params, tokens),
-        max_steps=math.ceil(tokens / (cfg.global_batch_size * plan.m.max_seq_len)),
+    return {
+        "label": label or fleet.device.name,
+        "device": fleet.device.name,
+        "devices": fleet.devices,
+        "problem": "",
+        "model": model_flags(m),
+        "n_params": n_params,
+        "max_seq_len": m.max_seq_len,
+        "layout": {name: getattr(cfg, name) for name in LAYOUT} | {"dp": plan.dp},
+        "layout_text": search.layout_text(plan),
+        "flags": flags(plan),  # with which fsdp_train.py runs this layout
+        "seconds": plan.seconds,  # of a step, by part
+        "tokens_per_second": rate,
+        "mfu": plan.mfu,  # 0 to 1
+        "tflops_per_device": rate * matmuls.flops_of_run(m, cfg) / fleet.devices / 1e12,
+        "convention": matmuls.convention_of(cfg),  # what the two count
+        "bytes": plan.bytes,  # of one device at its peak, by part
+        "gb": plan.bytes["peak"] / 1e9,
+        "memory_gb": fleet.device.memory_gb,  # GiB
+        "share_of_memory": plan.share_of_memory,
+        "fits": plan.fits,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / n_params,
+        "predicted_loss": None if cfg.lora_rank else chinchilla_loss(n_params, tokens),
+        "max_steps": math.ceil(tokens / (cfg.global_batch_size * m.max_seq_len)),
         **run,
-        band={"tokens_per_second": [rate * low, rate * high], **band},
-        certainty=kind,
-        assumed=(*assumed_fleet(plan, args), *assumed_speed(plan, args), *assumed_run(plan, args)),
-    )
+        "band": {"tokens_per_second": [rate * low, rate * high], **band},  # [low, high]
+        "certainty": kind,  # of the published runs that the band comes from
+        "efficiency": None,  # in a sweep: speed per device / that of the smallest fleet
+        "assumed": [*assumed_fleet(plan), *assumed_speed(plan, args), *assumed_run(plan, args)],
+    }
 
 
 def band_of(plan: Plan) -> tuple[float, float, str]:
@@ -180,7 +132,7 @@ def flags(plan: Plan) -> str:
         del values["recompute_every"]
     if plan.cfg.sharding_mode.over != "group":
         del values["shard_size"]
-    if plan.fleet.tp == 1:  # with tensor ranks a config file may say otherwise
+    if plan.cfg.tp == 1:  # with tensor ranks a config file may say otherwise
         del values["sequence_parallel"]
     return " ".join(f"--{name}={value}" for name, value in values.items())
 
@@ -199,28 +151,6 @@ def model_flags(m: MPTConfig) -> str:
     return " ".join(f"--{name}={getattr(m, name)}" for name in names)
 
 
-def published(plan: Plan) -> dict | None:
-    """The published TFLOP/s of a device for this shape, beside the plan's; None if there are none.
-
-    Megatron's programs count what is recomputed, too; we do not know which was published.
-    """
-    shape = plan.m.n_layers, plan.m.d_model
-    if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
-        return None
-    return {
-        "tflops_per_device": PUBLISHED_FRONTIER[shape],
-        "source": "arXiv 2312.12705",
-        "planned": plan.mfu * plan.fleet.device.bf16_tflops,
-        "planned_with_recomputation": hardware_tflops(plan),
-    }
-
-
-def hardware_tflops(plan: Plan) -> float:
-    """TFLOP/s of a device, with the forwards that are computed twice."""
-    per_token = matmuls.flops_of_run(plan.m, plan.cfg, recomputed=True)
-    return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
-
-
 # --------------------------------------------------------------------------------------------------
 # Rows as text
 
@@ -230,35 +160,37 @@ OF_A_DAY = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 24 * 60 * 60}
 
 def table(rows: list[Row]) -> str:
     """The rows of any answer, for a person to read. Columns that say nothing are left out."""
-    planned = [row for row in rows if not row.problem]
-    unit = unit_of_time(planned)
-    columns = {
-        "": [row.label for row in rows],
-        "devices": [row.devices for row in rows],
-        "tokens/s": [number(row.tokens_per_second) for row in rows],
-        "80 % band": [row.band and span(row.band["tokens_per_second"]) for row in rows],
-        "MFU": [row.mfu and f"{row.mfu:.1%}" for row in rows],
-        "GB": [row.gb and f"{row.gb:.1f}" for row in rows],
-        unit: [number(row.days and row.days * OF_A_DAY[unit]) for row in rows],
-        "cost": [number(row.cost) for row in rows],
-        "kWh": [number(row.kwh) for row in rows],
-        "efficiency": [row.efficiency and f"{row.efficiency:.1%}" for row in rows],
-        "layout": [row.problem or row.layout_text + fault(row) for row in rows],
-    }
-    if len(set(columns[""])) == 1:
-        del columns[""]
-    shown = {head: [cell or "-" for cell in cells] for head, cells in columns.items() if any(cells)}
-    return program.table(shown, zip(*shown.values(), strict=True))
-
-
-def fault(row: Row) -> str:
-    """What is wrong with a layout, as text."""
-    return "" if row.fits else ": DOES NOT FIT"
+    unit = unit_of_time([row for row in rows if not row["problem"]])
+    cells = []
+    for row in rows:
+        name_and_size = {"": row["label"], "devices": row["devices"]}
+        if row["problem"]:
+            cells.append({**name_and_size, "layout": row["problem"]})
+            continue
+        efficiency = row["efficiency"]
+        line = {
+            **name_and_size,
+            "tokens/s": number(row["tokens_per_second"]),
+            "80 % band": span(row["band"]["tokens_per_second"]),
+            "MFU": f"{row['mfu']:.1%}",
+            "GB": f"{row['gb']:.1f}",
+            unit: number(row["days"] * OF_A_DAY[unit]),
+            "cost": number(row["cost"]),
+            "kWh": number(row["kwh"]),
+            "efficiency": efficiency and f"{efficiency:.1%}",
+            "layout": row["layout_text"] + ": DOES NOT FIT" * (not row["fits"]),
+        }
+        cells.append(line)
+    heads = list(max(cells, key=len))  # those of a plan
+    if len({line[""] for line in cells}) == 1:
+        heads.remove("")
+    heads = [head for head in heads if any(line.get(head) for line in cells)]
+    return program.table(heads, [[line.get(head) or "-" for head in heads] for line in cells])
 
 
 def unit_of_time(rows: list[Row]) -> str:
     """The longest unit of which every run takes two or more."""
-    shortest = min(row.days for row in rows)
+    shortest = min(row["days"] for row in rows)
     fitting = [unit for unit, n in OF_A_DAY.items() if shortest * n >= 2]
     return fitting[0] if fitting else "seconds"
 
@@ -291,7 +223,7 @@ def labelled(label: str, lines: Sequence[str]) -> list[str]:
 
 def certainty_lines(rows: list[Row]) -> list[str]:
     """What the bands of these rows rest on, a line for each kind of published runs."""
-    kinds = dict.fromkeys(row.certainty for row in rows if not row.problem)
+    kinds = dict.fromkeys(row["certainty"] for row in rows if not row["problem"])
     lines = []
     for kind in kinds:
         low, high = certainty.bands()[kind]
@@ -305,12 +237,12 @@ def certainty_lines(rows: list[Row]) -> list[str]:
 
 def assumed_lines(rows: list[Row]) -> list[str]:
     """What these rows rest on. A line that is not about all of them names its rows."""
-    planned = [row for row in rows if not row.problem]
+    planned = [row for row in rows if not row["problem"]]
     lines = {}  # {line: the labels of its rows}
     for row in planned:
-        for line in row.assumed:
-            lines.setdefault(line, {})[row.label] = None
-    n_labels = len({row.label for row in planned})
+        for line in row["assumed"]:
+            lines.setdefault(line, {})[row["label"]] = None
+    n_labels = len({row["label"] for row in planned})
     return [
         line if len(labels) == n_labels else f"{'; '.join(labels)}: {line}"
         for line, labels in lines.items()
@@ -319,9 +251,9 @@ def assumed_lines(rows: list[Row]) -> list[str]:
 
 def text_of_rows(rows: list[Row]) -> str:
     """Several rows for a person to read."""
-    first = next(row for row in rows if not row.problem)
+    first = next(row for row in rows if not row["problem"])
     lines = [
-        f"{size(first)}, {tokens_text(first.tokens)}",
+        f"{size(first)}, {tokens_text(first['tokens'])}",
         "",
         table(rows),
         "",
@@ -333,13 +265,13 @@ def text_of_rows(rows: list[Row]) -> str:
 
 def text(row: Row, others: list[Row] = (), below: list[str] = ()) -> str:
     """A plan for a person to read. others: rows below it in the table; below: more lines."""
-    layout = row.layout
+    layout = row["layout"]
     rows_of_batch = layout["global_batch_size"] // layout["dp"]
     split = f"dp {layout['dp']} x {rows_of_batch} sequences"
     microbatches = f"in microbatches of {layout['microbatch_size']}"
     lines = [
-        f"{size(row)}, sequence {row.max_seq_len}, {row.devices} x {row.device}",
-        row.layout_text,
+        f"{size(row)}, sequence {row['max_seq_len']}, {row['devices']} x {row['device']}",
+        row["layout_text"],
         f"batch {layout['global_batch_size']} = {split}, {microbatches}",
         "",
         parts_table(row),
@@ -347,24 +279,24 @@ def text(row: Row, others: list[Row] = (), below: list[str] = ()) -> str:
         table([row, *others]),
         "",
         *summary_lines(row),
-        *labelled("flags", [row.flags]),
+        *labelled("flags", [row["flags"]]),
         *below,
-        *labelled("assumed", row.assumed),
+        *labelled("assumed", row["assumed"]),
     ]
     return "\n".join(lines)
 
 
 def size(row: Row) -> str:
     """6.66B parameters"""
-    return f"{number(row.n_params / 1e9)}B parameters"
+    return f"{number(row['n_params'] / 1e9)}B parameters"
 
 
 def parts_table(row: Row) -> str:
     """The milliseconds of a step and the GB of a rank, by part."""
-    step = row.seconds["step"]
-    seconds = [(name, f"{1e3 * s:,.1f}", f"{s / step:.1%}") for name, s in row.seconds.items()]
-    parts = [(name, n) for name, n in row.bytes.items() if name not in ("peak", "moment")]
-    parts.append((f"all: {row.bytes['moment']}", row.bytes["peak"]))
+    step = row["seconds"]["step"]
+    seconds = [(name, f"{1e3 * s:,.1f}", f"{s / step:.1%}") for name, s in row["seconds"].items()]
+    parts = [(name, n) for name, n in row["bytes"].items() if name not in ("peak", "moment")]
+    parts.append((f"all: {row['bytes']['moment']}", row["bytes"]["peak"]))
     n_bytes = [(name, f"{n / 1e9:.2f}") for name, n in parts]
     of_step = program.table(["a step", "ms", "share"], seconds)
     return f"{of_step}\n\n{program.table(['one device at its peak', 'GB'], n_bytes)}"
@@ -373,44 +305,38 @@ def parts_table(row: Row) -> str:
 def summary_lines(row: Row) -> list[str]:
     """Does it fit, how fast is it, and how long does the run take?"""
     fits = "fits"
-    if not row.fits:
-        fits = f"DOES NOT FIT, {search.too_much(row.bytes, row.memory_gb)}"
+    if not row["fits"]:
+        fits = f"DOES NOT FIT, {search.too_much(row['bytes'], row['memory_gb'])}"
     unit = unit_of_time([row])
-    n, band = OF_A_DAY[unit], row.band
-    time = f"{number(row.days * n)} {unit} ({span([end * n for end in band['days']])})"
-    cost = f", cost {number(row.cost)} ({span(band['cost'])})" if row.cost else ""
+    n, band = OF_A_DAY[unit], row["band"]
+    time = f"{number(row['days'] * n)} {unit} ({span([end * n for end in band['days']])})"
+    cost = f", cost {number(row['cost'])} ({span(band['cost'])})" if row["cost"] else ""
     energy = ", energy not known: set --watts"
-    if row.kwh:
-        energy = f", {number(row.kwh)} kWh ({span(band['kwh'])})"
-    run = f"{tokens_text(row.tokens)}, --max_steps={row.max_steps}: {time}{cost}{energy}"
-    speed = f"{row.tflops_per_device:.1f} TFLOP/s a device, MFU {row.mfu:.1%}"
-    lines = [
-        *labelled("memory", [f"{row.share_of_memory:.0%} of {row.memory_gb:g} GiB: {fits}"]),
-        *labelled("speed", [f"{speed} ({row.convention})"]),
+    if row["kwh"]:
+        energy = f", {number(row['kwh'])} kWh ({span(band['kwh'])})"
+    run = f"{tokens_text(row['tokens'])}, --max_steps={row['max_steps']}: {time}{cost}{energy}"
+    speed = f"{row['tflops_per_device']:.1f} TFLOP/s a device, MFU {row['mfu']:.1%}"
+    return [
+        *labelled("memory", [f"{row['share_of_memory']:.0%} of {row['memory_gb']:g} GiB: {fits}"]),
+        *labelled("speed", [f"{speed} ({row['convention']})"]),
         *labelled("the run", [run]),
         *labelled("certainty", certainty_lines([row])),
     ]
-    if row.published:
-        theirs = f"{row.published['tflops_per_device']} TFLOP/s a GCD on Frontier"
-        again = f"{row.published['planned_with_recomputation']:.1f} with what is recomputed"
-        ours = f"this plan: {row.published['planned']:.1f}, or {again}"
-        lines += labelled("published", [f"{theirs} ({row.published['source']}); {ours}"])
-    return lines
 
 
 def training_lines(row: Row) -> list[str]:
     """A model for a budget: its size, tokens and loss, and the flags that train it."""
-    tokens = f"{tokens_text(row.tokens)}, {row.tokens_per_parameter:.1f} a parameter"
-    about = f"{size(row)} on {tokens}: predicted loss {row.predicted_loss:.3f}"
-    launch = f"{row.model} {row.flags} --max_steps={row.max_steps}"
-    return labelled(row.label, [about, launch])
+    tokens = f"{tokens_text(row['tokens'])}, {row['tokens_per_parameter']:.1f} a parameter"
+    about = f"{size(row)} on {tokens}: predicted loss {row['predicted_loss']:.3f}"
+    launch = f"{row['model']} {row['flags']} --max_steps={row['max_steps']}"
+    return labelled(row["label"], [about, launch])
 
 
 # --------------------------------------------------------------------------------------------------
 # What was assumed
 
 
-def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
+def assumed_fleet(plan: Plan) -> list[str]:
     """Nodes, links, cards and the network."""
     device, fleet = plan.fleet.device, plan.fleet
     link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {UNKNOWN_LINK:g}"
@@ -419,14 +345,15 @@ def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
         lines.append(f"{fleet.node_size} devices a node, link {link} GB/s each way")
     if device.per_card > 1:
         lines.append(f"a card is {device.per_card} torch devices")
-    if fleet.devices > fleet.node_size and fleet.network_from != "set":
-        lines.append(network_words(fleet, args))
+    if fleet.devices > fleet.node_size and fleet.network_note:
+        lines.append(fleet.network_note)
     return lines
 
 
 def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
     """Where the speed comes from: whose runs, matmuls, attention and kernels."""
     device, cfg, c = plan.fleet.device, plan.cfg, step_time.Constants()
+    reachable = device.reachable or c.reachable
     if args.calibrate:
         lines = list(plan.fleet.notes)
     elif device.name.startswith(certainty.COMPARED):
@@ -435,8 +362,7 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
         fix = "set --calibrate to use your own"
         lines = [f"speed EXTRAPOLATED: the fit has no run on {device.name}: {fix}"]
     if device.reachable is None:
-        share = f"{c.reachable:.0%} of the peak"
-        lines.append(f"matmuls reach {share}: not measured on {device.name}")
+        lines.append(f"matmuls reach {reachable:.0%} of the peak: not measured on {device.name}")
     if device.attention is None:
         share = f"{step_time.attention_share(device, c):.0%} of the peak"
         fix = "set --attention_efficiency for newer ones"
@@ -451,25 +377,16 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
     if certainty.launch_share(plan.m, cfg, plan.fleet) > 1:
         start = f"about {1e3 * certainty.LAUNCHES:g} ms to start, longer than they run"
         lines.append(f"the kernels of a block take {start}: that is not in the model")
-    return lines + doubts(plan)
-
-
-def doubts(plan: Plan) -> list[str]:
-    """The lines about attention or a step that someone has set faster than large matmuls are."""
-    device = plan.fleet.device
-    reachable = device.reachable or step_time.Constants().reachable
-    share = hardware_tflops(plan) / device.bf16_tflops
-    fastest = f"but large matmuls reach {reachable:.0%}"
-    lines = []
-    if device.attention and device.attention > reachable:
-        lines.append(f"DOUBTFUL: attention at {device.attention:.0%} of the peak, {fastest}")
+    per_token = matmuls.flops_of_run(plan.m, cfg, recomputed=True)
+    share = plan.tokens_per_second * per_token / plan.fleet.devices / device.bf16_tflops / 1e12
     if share > reachable:
-        lines.append(f"DOUBTFUL: {share:.0%} of the peak (masked scores counted), {fastest}")
+        masked = f"{share:.0%} of the peak (masked scores counted)"
+        lines.append(f"DOUBTFUL: {masked}, but large matmuls reach {reachable:.0%}")
     return lines
 
 
 def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
-    """Tokens, batch, attention and power."""
+    """Tokens, batch and power."""
     device, cfg = plan.fleet.device, plan.cfg
     lines = []
     if cfg.lora_rank and not args.max_steps and args.tokens == tokens_of_steps(plan.m, cfg):
@@ -480,9 +397,6 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
     if not args.global_batch_size:
         batch = f"a global batch of {cfg.global_batch_size} sequences"
         lines.append(f"{batch}: set --global_batch_size")
-    if plan.m.alibi or plan.m.attn_impl != "triton":
-        kernel = "attention by a fused kernel: it stores no scores"
-        lines.append(f"{kernel}, and ALiBi adds no columns to q and k")
     device_watts = watts(device, args)
     if not args.watts and device_watts:
         of_board = f"{NODE_OVER_BOARD} times the board's"
@@ -517,14 +431,12 @@ def split_kinds(argv: list[str]) -> list[tuple[str, list[str]]]:
     for word, values in lists.items():
         fix = f"{n} kinds of device need one value, or {n}"
         require(len(values) == n, f"{word} has {len(values)} values: {fix}")
-
     kinds = []
     for i in range(n):
-        own = {}  # {word: the word of this kind}
-        for word, values in lists.items():
-            own[word] = f"{word.partition('=')[0]}={values[i].strip()}"
-        differs = [own[word].lstrip("-").replace("=", " ") for word in own if word not in names]
-        kinds.append((", ".join(differs), [own.get(word, word) for word in argv]))
+        own = {word: values[i].strip() for word, values in lists.items()}
+        differs = [f"{flops.flag_name(word)} {own[word]}" for word in own if word not in names]
+        words = [f"--{flops.flag_name(word)}={own[word]}" if word in own else word for word in argv]
+        kinds.append((", ".join(differs), words))
     return kinds
 
 
@@ -537,7 +449,8 @@ def planned_on(q: Question, n: int, args: PlanArgs, label: str) -> Row:
     try:
         plan = search.fastest(replace(q, fleet=replace(q.fleet, devices=n)))
     except UserError as error:
-        return Row(label, q.fleet.device.name, n, problem=str(error))
+        device = q.fleet.device.name
+        return {"label": label, "device": device, "devices": n, "problem": str(error)}
     return row_of(plan, args, label)
 
 
@@ -547,8 +460,8 @@ def sweep(q: Question, counts: list[int], args: PlanArgs) -> list[Row]:
     Raises UserError if no number of devices can train the model.
     """
     strong = [planned_on(q, n, args, "strong scaling") for n in counts]
-    smallest = next((row.devices for row in strong if not row.problem), None)
-    require(smallest is not None, strong[0].problem)
+    smallest = next((row["devices"] for row in strong if not row["problem"]), None)
+    require(smallest is not None, strong[0]["problem"])
     weak = []
     for n in counts:
         batch = q.cfg.global_batch_size
@@ -557,14 +470,9 @@ def sweep(q: Question, counts: list[int], args: PlanArgs) -> list[Row]:
             scaled = math.ceil(batch / smallest) * n
         larger = replace(q, cfg=replace(q.cfg, global_batch_size=scaled))
         weak.append(planned_on(larger, n, args, "weak scaling"))
-    return with_efficiency(strong) + with_efficiency(weak)
-
-
-def with_efficiency(rows: list[Row]) -> list[Row]:
-    """The rows with the speed of one device / that in the first row that has a plan."""
-    each = [row.tokens_per_second and row.tokens_per_second / row.devices for row in rows]
-    first = next(filter(None, each), None)
-    return [
-        replace(row, efficiency=speed and speed / first)
-        for row, speed in zip(rows, each, strict=True)
-    ]
+    for rows in (strong, weak):
+        planned = [row for row in rows if not row["problem"]]
+        for row in planned:
+            first = planned[0]["tokens_per_second"] / planned[0]["devices"]
+            row["efficiency"] = row["tokens_per_second"] / row["devices"] / first
+    return strong + weak

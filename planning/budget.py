@@ -6,18 +6,15 @@
 A smaller model trained for longer loses little by this fit, and is cheaper to serve. search.py
 finds the layout of each.
 
-Run `python -m planning.budget 14 --device=h100 --devices=512` for the models of 14 days.
+`python plan.py --device=h100 --devices=512 --budget=14` prints the models of 14 days.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import config
 import flops
-import program
-from config import MPTConfig, TrainConfig
-from planning.fleet import FleetArgs, fleet_of
-from planning.search import LayoutArgs, Plan, Question, fastest
+from config import MPTConfig
+from planning.search import Plan, Question, fastest
 from program import UserError
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
@@ -44,28 +41,6 @@ SIZES = {
     12288: 96,
     32768: 160,
 }
-
-
-def default_batch(cfg: TrainConfig, n: int) -> int:
-    """The batch on n devices if nobody sets one: the config's, at least 4 sequences a device."""
-    return max(4, math.ceil(cfg.global_batch_size / n)) * n
-
-
-# --------------------------------------------------------------------------------------------------
-# A number of days
-
-
-@dataclass(frozen=True)
-class Training:
-    """A plan, and the tokens that it takes in the time of its run."""
-
-    plan: Plan
-    tokens: int
-
-    @property
-    def tokens_per_parameter(self) -> float:
-        """Chinchilla's rule is about 20."""
-        return self.tokens / flops.n_params(self.plan.m)
 
 
 def chinchilla_loss(n_params: float, tokens: float) -> float:
@@ -100,18 +75,18 @@ def model_of(n_params: float, m: MPTConfig) -> MPTConfig | None:
     return replace(nearest, n_layers=max(2, 2 * int((n_params - without_layers) // of_two)))
 
 
-def train_for(days: float, m: MPTConfig, q: Question) -> Training:
-    """The fastest plan for the model, and all steps that it takes in so many days.
+def train_for(days: float, m: MPTConfig, q: Question) -> tuple[Plan, float]:
+    """The fastest plan for the model, and the tokens of all steps that it takes in so many days.
 
     Raises UserError as `search.best`.
     """
     plan = fastest(replace(q, m=m))
     steps = int(days * 86400 / plan.seconds["step"])
-    return Training(plan, steps * plan.cfg.global_batch_size * m.max_seq_len)
+    return plan, float(steps * plan.cfg.global_batch_size * m.max_seq_len)
 
 
-def budget(q: Question, days: float) -> list[Training]:
-    """The best that the fleet can train in so many days: compute-optimal, and smaller for longer.
+def budget(q: Question, days: float) -> list[tuple[Plan, float]]:
+    """The best that the fleet can train in so many days, and on how many tokens: [(plan, tokens)].
 
     The first is Chinchilla's optimum (2203.15556): the largest model that sees at least 20 tokens a
     parameter, or the largest found that fits if memory allows only smaller ones. The second has
@@ -124,43 +99,23 @@ def budget(q: Question, days: float) -> list[Training]:
     problem = UserError(f"{days:g} days on {devices} are too few for any model")
     flops_of_run = 0.4 * q.fleet.devices * q.fleet.device.bf16_tflops * 1e12 * 86400 * days
     n = math.sqrt(flops_of_run / 6 / TOKENS_PER_PARAMETER)
-    tried, trainings = [], []
+    tried, trainings = [], {}
     while (model := model_of(n, q.m)) and model not in tried:
         tried.append(model)
+        n_params = flops.n_params(model)
         try:
-            training = train_for(days, model, q)
+            plan, tokens = train_for(days, model, q)
         except UserError as error:  # it does not fit
             problem = error
             n *= 0.8
             continue
-        if training.tokens_per_parameter >= TOKENS_PER_PARAMETER:
-            trainings.append(training)
-        n = math.sqrt(flops.n_params(model) * training.tokens / TOKENS_PER_PARAMETER)
+        if tokens >= TOKENS_PER_PARAMETER * n_params:
+            trainings[n_params] = plan, tokens
+        n = math.sqrt(n_params * tokens / TOKENS_PER_PARAMETER)
 
     if not trainings:
         raise problem
-    largest = max(trainings, key=lambda training: flops.n_params(training.plan.m))
-    half = model_of(flops.n_params(largest.plan.m) / 2, q.m)
-    return [largest, train_for(days, half, q)] if half else [largest]
-
-
-# --------------------------------------------------------------------------------------------------
-# The program
-
-
-def main(argv: list[str]) -> None:
-    """Print the models that the fleet in argv can train in so many days."""
-    classes = (MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
-    (number,), m, cfg, asked, args = config.load(argv, *classes, takes="DAYS")
-    days = program.checked(program.parse_number(number), float, "DAYS", "the command line")
-    config.check_range("budget", days)
-    if "global_batch_size" not in map(flops.flag_name, argv):
-        cfg = replace(cfg, global_batch_size=default_batch(cfg, args.devices))
-    for training in budget(Question(m, cfg, asked, fleet_of(args)), days):
-        n_params, tokens = flops.n_params(training.plan.m), training.tokens
-        run = f"{n_params / 1e9:.3g}B parameters on {tokens / 1e9:,.0f}B tokens"
-        print(f"{run}: predicted loss {chinchilla_loss(n_params, tokens):.3f}")
-
-
-if __name__ == "__main__":
-    program.run(main)
+    largest = max(trainings)
+    half = model_of(largest / 2, q.m)
+    smaller = [train_for(days, half, q)] if half else []
+    return [trainings[largest], *smaller]

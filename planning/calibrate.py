@@ -28,8 +28,8 @@ import devices
 import program
 from config import MPTConfig, TrainConfig
 from planning import step_time
-from planning.fleet import Fleet, FleetArgs, fleet_of, with_flags, with_node_size
-from planning.step_time import Constants, Trainer
+from planning.fleet import Fleet, FleetArgs, fleet_of
+from planning.step_time import Constants
 from program import UserError, require
 from storage import files
 
@@ -55,14 +55,12 @@ class Run:
     nodes: int  # 0: unknown
     tokens_per_second: float  # of all ranks
 
-    def predicted(self, fleet: Fleet, c: Constants, trainer: Trainer) -> float:
+    def predicted(self, fleet: Fleet, c: Constants) -> float:
         """Tokens/s of all ranks as predicted, on nodes as recorded, else as `fleet` has them."""
         m, cfg = config.load(self.flags.split(), MPTConfig, TrainConfig)
-        node_size = max(fleet.node_size, self.ranks if self.nodes else 0)
-        if self.nodes > 1:
-            node_size = math.ceil(self.ranks / self.nodes)
-        fleet = replace(fleet, devices=self.ranks, node_size=node_size, tp=cfg.tp, pp=cfg.pp)
-        return step_time.tokens_per_second(m, cfg, fleet, c, trainer)
+        node_size = math.ceil(self.ranks / self.nodes) if self.nodes else fleet.node_size
+        fleet = replace(fleet, devices=self.ranks, node_size=node_size)
+        return step_time.tokens_per_second(m, cfg, fleet, c)
 
 
 @dataclass
@@ -99,8 +97,6 @@ def read(path: str) -> Measured:
         if path.endswith(".csv"):
             return read_table(files.read_csv(path, ["status"], "a table of `bench train`"))
         found = files.read_json(path, fix=f"this is not {KINDS}")
-        attention = "of `bench attention`: set the share that it reaches as --attention_efficiency"
-        require("cells" not in found, attention)
         if "runs" not in found:
             return Measured(str(found["device"]), machine=found)
         runs = [Run(**values) for values in found["runs"]]
@@ -123,18 +119,9 @@ def read_table(rows: list[dict]) -> Measured:
 
 
 def flags_of(row: dict) -> list[str]:
-    """The settings of a row that the planner reads. Raises UserError."""
-    others = row.get("others", "").split()
-    require("help" not in others, "a row with the setting help")
+    """The settings of a row that the planner reads."""
     flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
-    return flags + [f"--{setting}" for setting in others]
-
-
-def device_of(path: str) -> str:
-    """The name of the device that a file was measured on, as it reports it. Raises UserError."""
-    name = read(path).device
-    require(bool(name), f"{path} names no device: set --device")
-    return name
+    return flags + [f"--{setting}" for setting in row.get("others", "").split()]
 
 
 def require_same_device(reported: str, device: devices.Device) -> None:
@@ -152,30 +139,33 @@ def require_same_device(reported: str, device: devices.Device) -> None:
 # What follows from them
 
 
-def from_files(
-    paths: list[str], fleet: Fleet, trainer: Trainer
-) -> tuple[Measured, Fleet, Constants]:
+def from_files(paths: list[str], args: FleetArgs) -> tuple[Measured, Fleet, Constants]:
     """What all files together have measured, and the fleet and the constants that follow.
 
-    Of two machine.json the later one counts. Device, nodes and network of `fleet` are used, not how
-    many devices it has. Raises UserError if a file is missing, broken, or of another device.
+    A measurement takes the place of a flag that is not set. Of two machine.json the later one
+    counts. Raises UserError if a file is missing, broken, or of another device.
     """
     files_read = [read(path) for path in paths]
     measured = files_read[0]
+    if args.device in devices.THIS_MACHINE and not args.machine:
+        require(bool(measured.device), f"{paths[0]} names no device: set --device")
+        args = replace(args, device=measured.device)
     with naming_errors(" ".join(paths)):
+        device = fleet_of(args).device
         runs = {}  # each once
         for one in files_read:
-            require_same_device(one.device, fleet.device)
-            fleet = with_node_size(fleet, one.node_size or fleet.node_size)
+            require_same_device(one.device, device)
+            measured.node_size = one.node_size or measured.node_size
             measured.machine = one.machine or measured.machine
             runs |= dict.fromkeys(one.runs)
         measured.runs = list(runs)
+        args = replace(args, node_size=args.node_size or measured.node_size or 0)
 
-        c = Constants()
+        fleet, c = fleet_of(args), Constants()
         if measured.machine:
-            fleet, c = from_machine(measured.machine, fleet)
-        c = with_pace(measured.runs, fleet, c, trainer)
-        errors = [run.predicted(fleet, c, trainer) / run.tokens_per_second - 1 for run in runs]
+            fleet, c = from_machine(measured.machine, args)
+        c = with_pace(measured.runs, fleet, c)
+        errors = [run.predicted(fleet, c) / run.tokens_per_second - 1 for run in runs]
     measured.node_size = fleet.node_size
     note = "no training run was measured: the rest is LLM Foundry's of 2023, on A100 and H100"
     if runs:
@@ -184,50 +174,44 @@ def from_files(
     return measured, replace(fleet, notes=(*fleet.notes, note)), c
 
 
-def from_machine(measured: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
-    """measured: the contents of machine.json, whose keys bench/machine.py describes.
+def from_machine(measured: dict, args: FleetArgs) -> tuple[Fleet, Constants]:
+    """The fleet of args with the contents of a machine.json, whose keys bench/machine.py describes.
 
     Of several nodes, they say how large a node is.
     """
     ranks, nodes = measured["ranks"], measured["nodes"]  # global ranks
     c = Constants()
-    reachable = max(measured["matmul_tflops"]["bf16"].values()) / fleet.device.bf16_tflops
-    share = f"matmuls at {reachable:.0%} of {fleet.device.name}'s peak"
-    require(0 < reachable <= 1, f"{share}: is --device right?")
-
     # Collectives reach c.link of a link's bandwidth, so the link has their speed / c.link.
     link_gbs = {
         group: max(collectives["all_gather"].values()) / c.link
         for group, collectives in measured["collectives_gbs"].items()
     }
-    in_node = link_gbs.get("node") or (link_gbs.get("all") if nodes == 1 else None)
-    figures = [measured["memory_gbs"], *link_gbs.values()]
-    require(all(0 < gbs < math.inf for gbs in figures), "a bandwidth is 0 GB/s or less")
+    args = replace(args, bandwidth=args.bandwidth or measured["memory_gbs"])
+    if nodes > 1:
+        args = replace(args, node_size=args.node_size or math.ceil(ranks / nodes))
+        # The figure has lost already what so many nodes lose to collisions.
+        share = replace(fleet_of(args), devices=ranks).share_of_network
+        args = replace(args, network=args.network or link_gbs["all"] / share)
 
-    device = replace(
-        fleet.device,
-        reachable=reachable,
-        bandwidth_gbs=measured["memory_gbs"],
-        link_gbs=in_node or fleet.device.link_gbs,
-    )
+    fleet = fleet_of(args)
+    reachable = max(measured["matmul_tflops"]["bf16"].values()) / fleet.device.bf16_tflops
+    share = f"matmuls at {reachable:.0%} of {fleet.device.name}'s peak"
+    require(0 < reachable <= 1, f"{share}: is --device right?")
+    in_node = link_gbs.get("node") or (link_gbs.get("all") if nodes == 1 else None)
+    link = in_node or fleet.device.link_gbs
+    device = replace(fleet.device, reachable=reachable, link_gbs=link)
     on = f"{nodes} nodes" if nodes > 1 else f"{ranks} devices of one node"
     note = f"speeds of matmuls, memory and links as `bench machine` measured them on {on}"
-    fleet = replace(fleet, device=device, notes=(*fleet.notes, note))
-    if nodes > 1:
-        fleet = with_node_size(fleet, math.ceil(ranks / nodes))
-        # The figure has lost already what so many nodes lose to collisions.
-        network_gbs = link_gbs["all"] / replace(fleet, devices=ranks).share_of_network
-        fleet = replace(fleet, network_gbs=network_gbs, network_from="measured")
     if ranks > 1:
         hops = 2 * (ranks - 1)  # an all-reduce goes round twice
         c = replace(c, hop=measured["latency_us"]["all"] * 1e-6 / hops)
-    return fleet, c
+    return replace(fleet, device=device, notes=(note,)), c
 
 
-def with_pace(runs: list[Run], fleet: Fleet, c: Constants, trainer: Trainer) -> Constants:
+def with_pace(runs: list[Run], fleet: Fleet, c: Constants) -> Constants:
     """The constants with the pace of these runs. Raises UserError if a run cannot be right."""
     for _ in range(20 if runs else 0):
-        times = [run.predicted(fleet, c, trainer) / run.tokens_per_second for run in runs]
+        times = [run.predicted(fleet, c) / run.tokens_per_second for run in runs]
         for run, ratio in zip(runs, times, strict=True):
             slow = f"{run.tokens_per_second:g} tokens/s take {ratio:.2g} times the predicted time"
             require(0.05 < ratio < 20, f"{slow}: is --device right?")
@@ -242,30 +226,21 @@ def with_pace(runs: list[Run], fleet: Fleet, c: Constants, trainer: Trainer) -> 
 # The program
 
 
-def report(measured: Measured, fleet: Fleet, c: Constants) -> str:
-    """Every run beside its prediction, and what a plan will say."""
-    rows = []
-    for run in measured.runs:
-        rate = run.predicted(fleet, c, step_time.OURS)
-        error = rate / run.tokens_per_second - 1
-        figures = f"{run.tokens_per_second:,.0f}", f"{rate:,.0f}", f"{error:+.1%}"
-        rows.append((run.ranks, *figures, run.flags.replace("--", "")))
-    notes = "\n".join(fleet.notes)
-    if not rows:
-        return notes
-    heads = ("ranks", "tokens/s", "predicted", "error", "run")
-    return f"{program.table(heads, rows)}\n\n{notes}"
-
-
 def main(argv: list[str]) -> None:
     """Print what the files in argv measure, and keep it if asked."""
     paths, args = config.load(argv, CalibrateArgs, takes="FILE ...")
     names_json = not args.save or args.save.endswith(".json")
     require(names_json, f"--save={args.save}: give the name of a .json file")
-    if args.device == "auto" and not args.machine:
-        args = replace(args, device=device_of(paths[0]))
-    measured, fleet, c = from_files(paths, fleet_of(args), step_time.OURS)
-    print(report(measured, with_flags(fleet, args), c))
+    measured, fleet, c = from_files(paths, args)
+    rows = []
+    for run in measured.runs:
+        rate = run.predicted(fleet, c)
+        error = rate / run.tokens_per_second - 1
+        figures = f"{run.tokens_per_second:,.0f}", f"{rate:,.0f}", f"{error:+.1%}"
+        rows.append((run.ranks, *figures, run.flags.replace("--", "")))
+    if rows:
+        print(program.table(("ranks", "tokens/s", "predicted", "error", "run"), rows) + "\n")
+    print(*fleet.notes, sep="\n")
     if args.save:
         files.write_atomically(args.save, json.dumps(asdict(measured), indent=1).encode())
 

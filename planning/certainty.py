@@ -13,15 +13,12 @@ it has the widest band, as far to the fast side as to the slow one.
 
 Where starting the kernels of a block takes longer than running them, which no published run had,
 the lower end follows from that time.
-
-Run `python -m planning.certainty` for the three bands.
 """
 
 import functools
 import statistics
 from pathlib import Path
 
-import program
 from config import MPTConfig, TrainConfig
 from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime, attention_share
@@ -46,7 +43,7 @@ def band(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> tuple[float, float, st
 
 def kind_of(cfg: TrainConfig, fleet: Fleet) -> str:
     """The kind of published runs that a run is like, or ANYTHING_ELSE."""
-    is_split = fleet.tp * fleet.pp > 1
+    is_split = cfg.tp * cfg.pp > 1
     own_attention = fleet.device.attention not in (None, attention_share(fleet.device, Constants()))
     compiled = cfg.compile is True and not is_split
     known = fleet.device.name.startswith(COMPARED)
@@ -84,17 +81,3 @@ def launch_share(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> float:
     """
     step = StepTime(m, cfg, fleet)
     return LAUNCHES * step.layers / (step.matmuls() + step.attention() + step.memory())
-
-
-def main(argv: list[str]) -> None:
-    """Print each kind's band."""
-    program.arguments(argv)
-    rows = []
-    for kind, (low, high) in bands().items():
-        runs = len(factors().get(kind, ())) or "none"
-        rows.append([kind, runs, f"{low:.2f} to {high:.2f}"])
-    print(program.table(["kind", "runs", "measured / predicted"], rows))
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -23,7 +23,6 @@ import devices
 import flops
 import program
 from config import MPTConfig
-from program import require
 
 
 @dataclass
@@ -84,16 +83,12 @@ def report(m: MPTConfig, args: DecodeTimeArgs) -> str:
     `device = "cpu"` in a config file says where it trains, and names no accelerator.
     """
     context = args.context or m.max_seq_len
-    has_position = not m.learned_positions or context <= m.max_seq_len
-    limit = f"max_seq_len {m.max_seq_len}, where learned positions end"
-    require(has_position, f"context {context} is beyond {limit}")
     n_bytes = {
         "weights": weight_bytes(m),
         "keys and values": args.batch * context * kv_bytes_per_token(m),
     }
     n_bytes["all"] = sum(n_bytes.values())
-    heading = f"{flops.n_params(m):,} parameters in bf16"
-    heading += f", {args.batch} x {context} tokens in the cache"
+    heading = f"{flops.n_params(m):,} parameters in bf16, {args.batch} x {context} tokens cached"
     if args.device in devices.THIS_MACHINE:
         rows = [(name, f"{n / 1e9:.3f}") for name, n in n_bytes.items()]
         table = program.table(("read for a token", "GB"), rows)
@@ -103,22 +98,15 @@ def report(m: MPTConfig, args: DecodeTimeArgs) -> str:
     rows = []
     for name, n in n_bytes.items():
         rows.append((name, f"{n / 1e9:.3f}", f"{n / device.bandwidth_gbs / 1e6:.3f}"))
+    table = program.table(("read for a token", "GB", "ms"), rows)
     rate = device.bandwidth_gbs * 1e9 / n_bytes["all"]
-    lines = [
-        heading,
-        f"{device.name}, {device.bandwidth_gbs:g} GB/s\n",
-        program.table(("read for a token", "GB", "ms"), rows),
-        f"\nat most {rate:,.1f} tokens/s per sequence, {args.batch * rate:,.1f} in all",
-    ]
-    gib = n_bytes["all"] / 2**30
-    if gib > device.memory_gb:
-        lines.append(f"does not fit: {gib:.1f} GiB, the device has {device.memory_gb:g}")
+    speed = f"at most {rate:,.1f} tokens/s per sequence, {args.batch * rate:,.1f} in all"
+    memory = f"{n_bytes['all'] / 2**30:.1f} of {device.memory_gb:g} GiB"
     if device.bf16_tflops:
         ridge = compute_bound_batch(device.bf16_tflops, device.bandwidth_gbs)
-        lines.append(
-            f"from a batch of {ridge:.0f} the matmuls take longer than reading the weights"
-        )
-    return "\n".join(lines)
+        memory += f"; from a batch of {ridge:.0f} the matmuls take longer than reading the weights"
+    on = f"{device.name}, {device.bandwidth_gbs:g} GB/s"
+    return f"{heading}\n{on}\n\n{table}\n\n{speed}\n{memory}"
 
 
 def main(argv: list[str]) -> None:

@@ -9,7 +9,7 @@ pipeline stages are farthest apart. So a ring's ranks are a fixed stride apart, 
 how many of them a node holds.
 
 `fleet_of` turns flags into a fleet. What they leave out comes from a machine's row below, else it
-is the network that nodes of such devices usually have.
+is what nodes of such devices usually have.
 
 Run `python -m planning.fleet --machine=frontier --devices=64` for the bandwidth of rings of each
 size, or without settings for the machines that have a name.
@@ -18,7 +18,6 @@ size, or without settings for the machines that have a name.
 import difflib
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import config
 import devices
@@ -63,7 +62,9 @@ OTHER_NETWORK_GBS = 12.5  # of other devices: 100 Gb/s each, a guess
 NODE_WATTS = {"MI250": 3000 / 8, "A100 SXM": 6500 / 8, "H100 SXM": 10200 / 8}
 NODE_OVER_BOARD = 1.7  # node / board power of other devices: the mean of these three
 
-NetworkFrom = Literal["set", "machine", "measured", "assumed"]
+# MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards, with a
+# global batch of 1536 sequences. {MI250 cards: TFLOP/s of one card, which is two torch devices}
+PUBLISHED_MI250 = {4: 166, 128: 159}
 
 
 @dataclass(frozen=True)
@@ -100,47 +101,33 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Fleet:
-    """Equal devices in equal nodes, and how they share the model.
-
-    Tensor-parallel ranks are neighbours, data-parallel ranks come next, pipeline stages are
-    farthest apart. Raises UserError if the split is impossible.
-    """
+    """Equal devices in equal nodes. Raises UserError if the device has no bf16 peak."""
 
     device: Device
     devices: int = 1  # torch devices in all, one global rank each
     node_size: int = 8  # torch devices of a node
     network_gbs: float = 100.0  # of a node, each way, GB/s
-    tp: int = 1  # tensor-parallel ranks: they share every matmul
-    pp: int = 1  # pipeline stages
-    network_from: NetworkFrom = "set"  # where network_gbs is from: a plan says so
+    network_note: str = ""  # where network_gbs is from, if nobody has set or measured it
     notes: tuple[str, ...] = ()  # what a plan says of measurements in these figures
 
     def __post_init__(self):
-        replica = self.tp * self.pp  # ranks that hold one copy of the model
-        below = self.devices // replica * replica
-        nearest = f"{below} or {below + replica}" if below else f"{replica}"
-        problem = f"devices {self.devices} is not a multiple of tp {self.tp} x pp {self.pp}"
-        require(self.devices == below, f"{problem} = {replica}: set --devices={nearest}")
-
-        can_be = [n for n in range(1, self.node_size + 1) if self.node_size % n == 0]
-        in_one_node = self.devices <= self.node_size or self.tp in can_be
-        nodes = f"tp {self.tp} does not divide the {self.node_size} devices of a node"
-        apart = "some tensor ranks would be on two nodes"
-        require(in_one_node, f"{nodes}: {apart}: tp can be {', '.join(map(str, can_be))}")
-
         no_peak = f"no bf16 peak known for {self.device.name}: there is nothing to plan with"
         fix = "name another --device, such as mi250, a100 or h100 (python devices.py lists them)"
         require(self.device.bf16_tflops, f"{no_peak}: {fix}")
 
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks."""
-        return self.devices // (self.tp * self.pp)
+    def check_split(self, tp: int, pp: int) -> None:
+        """UserError unless tp x pp divide the devices, and tensor ranks are within a node."""
+        replica = tp * pp  # ranks that hold one copy of the model
+        below = self.devices // replica * replica
+        nearest = f"{below} or {below + replica}" if below else f"{replica}"
+        problem = f"devices {self.devices} is not a multiple of tp {tp} x pp {pp} = {replica}"
+        require(self.devices == below, f"{problem}: set --devices={nearest}")
 
-    @property
-    def dp_ranks_per_node(self) -> int:
-        """Data-parallel ranks of a node, at least 1."""
-        return max(1, self.node_size // self.tp)
+        can_be = [n for n in range(1, self.node_size + 1) if self.node_size % n == 0]
+        nodes = f"tp {tp} does not divide the {self.node_size} devices of a node"
+        apart = "some tensor ranks would be on two nodes"
+        in_one_node = self.devices <= self.node_size or tp in can_be
+        require(in_one_node, f"{nodes}: {apart}: tp can be {', '.join(map(str, can_be))}")
 
     @property
     def share_of_network(self) -> float:
@@ -187,22 +174,40 @@ class FleetArgs:
             raise UserError(f"no machine {program.shown(self.machine)}, {guess}")
 
 
-def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1) -> Fleet:
+def fleet_of(args: FleetArgs) -> Fleet:
     """The fleet of these settings.
 
     A network that cannot be one is questioned on standard error. Raises UserError if the device is
-    unknown or contradicts the machine, or the split is impossible.
+    unknown or contradicts the machine.
     """
     machine = MACHINES.get(args.machine)
-    if machine:
-        device = device_of_machine(machine, args)
-        node_size, network_gbs = machine.node_size, machine.network_gbs
-    else:
-        device = devices.by_name(args.device)
-        node_size, network_gbs = NODE_SIZE, usual_network(device) * NODE_SIZE
-    source = "machine" if machine else "assumed"
-    fleet = Fleet(device, args.devices, node_size, network_gbs, network_from=source)
-    return replace(with_flags(fleet, args), tp=tp, pp=pp)
+    device = device_of_machine(machine, args) if machine else devices.by_name(args.device)
+    usual_size = machine.node_size if machine else NODE_SIZE
+    node_size = args.node_size or usual_size
+    usual_gbs = of_family(NETWORK_GBS, device) or OTHER_NETWORK_GBS  # of a device
+    each_gbs = machine.network_gbs / usual_size if machine else usual_gbs
+    network_gbs = args.network or each_gbs * node_size
+
+    note = ""
+    if not args.network:
+        source = f"a guess for {device.name}"
+        if of_family(NETWORK_GBS, device):
+            source = f"as usual with {device.name}"
+        if machine:
+            source = f"{args.machine}'s, {machine.links}, of which not all may arrive"
+        each = f"network {network_gbs:g} GB/s a node, each way, {each_gbs:g} for each device"
+        note = f"{each}: {source}: set --network, it matters more than any constant"
+    elif args.network > DOUBTFUL_NETWORK * usual_gbs * node_size:
+        gbs = f"--network={args.network:g} is {args.network:,.6g} GB/s a node, each way"
+        fix = f"if these are Gb/s, divide by 8: --network={args.network / 8:g}"
+        program.say_once("note", f"{gbs}: {fix}")
+    device = replace(
+        device,
+        bandwidth_gbs=args.bandwidth or device.bandwidth_gbs,
+        memory_gb=args.memory_gb or device.memory_gb,
+        attention=args.attention_efficiency or device.attention,
+    )
+    return Fleet(device, args.devices, node_size, network_gbs, note)
 
 
 def device_of_machine(machine: Machine, args: FleetArgs) -> Device:
@@ -223,54 +228,6 @@ def of_family(figures: dict[str, float], device: Device) -> float | None:
     return found[0] if found else None
 
 
-def usual_network(device: Device) -> float:
-    """GB/s of a node's network for each of its devices, in the usual nodes of this device."""
-    return of_family(NETWORK_GBS, device) or OTHER_NETWORK_GBS
-
-
-def with_node_size(fleet: Fleet, node_size: int) -> Fleet:
-    """`fleet` with nodes of this size. A network that nobody set or measured grows with them."""
-    network_gbs = fleet.network_gbs
-    if fleet.network_from in ("assumed", "machine"):
-        network_gbs *= node_size / fleet.node_size
-    return replace(fleet, node_size=node_size, network_gbs=network_gbs)
-
-
-def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
-    """`fleet` with what the flags set: they override measurements. UserError as in `fleet_of`."""
-    device = replace(
-        fleet.device,
-        bandwidth_gbs=args.bandwidth or fleet.device.bandwidth_gbs,
-        memory_gb=args.memory_gb or fleet.device.memory_gb,
-        attention=args.attention_efficiency or fleet.device.attention,
-    )
-    fleet = with_node_size(replace(fleet, device=device), args.node_size or fleet.node_size)
-    if not args.network:
-        return fleet
-    if args.network > DOUBTFUL_NETWORK * usual_network(device) * fleet.node_size:
-        gbs = f"--network={args.network:g} is {args.network:,.6g} GB/s a node, each way"
-        fix = f"if these are Gb/s, divide by 8: --network={args.network / 8:g}"
-        program.say_once("note", f"{gbs}: {fix}")
-    return replace(fleet, network_gbs=args.network, network_from="set")
-
-
-def network_words(fleet: Fleet, args: FleetArgs) -> str:
-    """The network, and where its figure is from if the user has not set it."""
-    gbs = f"network {fleet.network_gbs:g} GB/s a node, each way"
-    if fleet.network_from == "set":
-        return gbs
-    if fleet.network_from == "measured":
-        return f"{gbs}: measured"
-    if fleet.network_from == "machine":
-        links = MACHINES[args.machine].links
-        return f"{gbs}: {args.machine}'s, {links}, of which not all may arrive"
-    is_known = of_family(NETWORK_GBS, fleet.device)
-    source = f"as usual with {fleet.device.name}" if is_known else "a guess"
-    each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
-    fix = "set --network or --machine, it matters more than any constant"
-    return f"{gbs}: {each}, {source}: {fix}"
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -285,7 +242,7 @@ def main(argv: list[str]) -> None:
         return
     fleet = fleet_of(args)
     print(f"{args.devices} x {fleet.device.name}, {fleet.node_size} a node")
-    print(network_words(fleet, args))
+    print(fleet.network_note or f"network {fleet.network_gbs:g} GB/s a node, each way")
     rows = []
     n = 2
     while n <= args.devices:

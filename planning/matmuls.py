@@ -21,8 +21,7 @@ from dataclasses import replace
 import config
 import flops
 import program
-from config import Checkpointing, MPTConfig, TrainConfig
-from flops import TrainingSetup, adapted_blocks, first_backward, setup_of, trains_vectors
+from config import MPTConfig, TrainConfig
 
 # The linear layers of a block: {module: part}.
 LINEARS = {
@@ -50,16 +49,7 @@ def block_forward(cfg: MPTConfig) -> dict[str, int]:
     }
 
 
-def adapters(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, tuple[int, int]]:
-    """{part: (parameters of A, parameters of B)} for the adapted parts of block i."""
-    if i not in adapted_blocks(cfg, setup):
-        return {}
-    r = setup.lora_rank
-    shapes = cfg.linear_layers()
-    return {LINEARS[name]: (r * shapes[name][1], shapes[name][0] * r) for name in setup.targets}
-
-
-def block_by_pass(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, dict[str, int]]:
+def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[str, int]]:
     """{part: {pass: FLOPs per token}} of block i. Booleans below count as 0 or 1.
 
     Nothing before the first adapter needs a backward. The linear layer beside the first adapter,
@@ -67,11 +57,12 @@ def block_by_pass(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, dic
     repeat a block's last matmul, that of down_proj's own weight: the backward does not need its
     output. The selective kind repeats only products with an adapter's B.
     """
-    adapted = adapters(cfg, setup, i)
-    first = first_backward(cfg, setup)
+    adapted = train.adapted_layers if i in flops.adapted_blocks(cfg, train) else []
+    adapted = {LINEARS[name]: cfg.linear_layers()[name] for name in adapted}
+    first = flops.first_backward(cfg, train)
     # Does this part's input need a gradient? If norms or biases train, that of every part does.
-    needs_grad = not setup.lora_rank or trains_vectors(cfg, setup) or i > first
-    recomputes = setup.checkpointing_of(i) if i >= first else "none"
+    needs_grad = not train.lora_rank or flops.trains_vectors(cfg, train) or i > first
+    recomputes = flops.checkpointing_of(train, i) if i >= first else "none"
     parts = {}
     of_adapters = dict.fromkeys(PASSES, 0)
 
@@ -81,44 +72,29 @@ def block_by_pass(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, dic
         parts[part] = {
             "forward": forward,
             "input gradient": factors * forward * needs_grad,
-            "weight gradient": 0 if is_attention else forward * setup.trains_all,
+            "weight gradient": 0 if is_attention else forward * (not train.lora_rank),
             "recomputed": forward * (recomputes == "full" and part != "MLP down"),
         }
         if part in adapted:
+            a, b = (2 * train.lora_rank * n for n in reversed(adapted[part]))  # of a forward
             # Else the product with down_proj's A is the last that the backward needs.
-            repeats_b = part != "MLP down" or needs_grad
-            of_part = adapter_passes(*adapted[part], needs_grad, recomputes, repeats_b)
-            of_adapters = {name: of_adapters[name] + of_part[name] for name in PASSES}
+            repeats_b = recomputes != "none" and (part != "MLP down" or needs_grad)
+            of_adapters["forward"] += a + b
+            of_adapters["input gradient"] += a * needs_grad + b
+            of_adapters["weight gradient"] += a + b
+            of_adapters["recomputed"] += a * (recomputes == "full") + b * repeats_b
             needs_grad = True
     return {**parts, "adapters": of_adapters}
 
 
-def adapter_passes(
-    n_a: int, n_b: int, needs_grad: bool, recomputes: Checkpointing, repeats_b: bool
-) -> dict[str, int]:
-    """{pass: FLOPs per token} of an adapter with A and B of so many parameters.
-
-    needs_grad: of its input. recomputes: the activation checkpointing of its block. repeats_b: does
-    that compute the product with B again, too?
-    """
-    a, b = 2 * n_a, 2 * n_b  # FLOPs of a forward
-    return {
-        "forward": a + b,
-        "input gradient": a * needs_grad + b,
-        "weight gradient": a + b,
-        "recomputed": a * (recomputes == "full") + b * (recomputes != "none" and repeats_b),
-    }
-
-
-def flops_by_pass(cfg: MPTConfig, setup: TrainingSetup | None = None) -> dict[str, dict[str, int]]:
+def flops_by_pass(cfg: MPTConfig, train: TrainConfig) -> dict[str, dict[str, int]]:
     """{part: {pass: FLOPs per token}} of training, for the parts that have any.
 
-    setup: without it all weights train. UserError if more blocks are to be adapted than there are.
+    UserError if more blocks are to be adapted than there are.
     """
-    setup = setup or TrainingSetup()
     sums = {}
     for i in range(cfg.n_layers):
-        for part, passes in block_by_pass(cfg, setup, i).items():
+        for part, passes in block_by_pass(cfg, train, i).items():
             so_far = sums.setdefault(part, dict.fromkeys(PASSES, 0))
             for name, n in passes.items():
                 so_far[name] += n
@@ -127,7 +103,7 @@ def flops_by_pass(cfg: MPTConfig, setup: TrainingSetup | None = None) -> dict[st
     sums["logits"] = {
         "forward": logits,
         "input gradient": logits,
-        "weight gradient": logits * setup.trains_all,
+        "weight gradient": logits * (not train.lora_rank),
         "recomputed": 0,
     }
     return {part: passes for part, passes in sums.items() if any(passes.values())}
@@ -144,11 +120,10 @@ def flops_of_run(cfg: MPTConfig, train: TrainConfig, recomputed: bool = False) -
     LLM Foundry's convention if all weights train (flops.py). A run with adapters: every matmul that
     its step needs. recomputed: count what is computed again, too.
     """
-    setup = setup_of(train)
     if train.lora_rank:
-        once = replace(setup, activation_checkpointing="none")
-        return total(flops_by_pass(cfg, setup if recomputed else once))
-    return flops.flops_of(cfg, setup=setup)[recomputed]
+        once = replace(train, activation_checkpointing="none")
+        return total(flops_by_pass(cfg, train if recomputed else once))
+    return flops.flops_of(cfg, train=train)[recomputed]
 
 
 def convention_of(train: TrainConfig) -> str:
@@ -169,7 +144,7 @@ def table(by_pass: dict[str, dict[str, int]]) -> str:
 
 def main(argv: list[str]) -> None:
     """Print the table for the config files and flags in argv."""
-    print(table(flops_by_pass(*config.load(argv, MPTConfig, TrainingSetup))))
+    print(table(flops_by_pass(*config.load(flops.with_base(argv), MPTConfig, TrainConfig))))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ import devices
 import flops
 import program
 from config import Checkpointing, MPTConfig, TrainConfig, blocks_of
-from planning import matmuls
 from program import require, table
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
@@ -78,12 +77,6 @@ class MemoryArgs:
 
     ranks: int = 1  # global ranks, each with one device: data-parallel x tp x pp
     device: str = "auto"  # mi250, h100-nvl, ...: show the largest microbatch that it can hold
-
-
-def with_base(argv: list[str]) -> list[str]:
-    """argv with a base for the adapters that it asks for: a run needs one, no plan reads it."""
-    asks_for_adapters = "lora_rank" in map(flops.flag_name, argv)
-    return ["--init_from=any", *argv] if asks_for_adapters else argv
 
 
 def width(precision: str) -> int:
@@ -212,25 +205,6 @@ def saved_beside_adapters(
     return {name: n * needed.get(name, in_attention) for name, n in saved.items()}
 
 
-def kept_if_recomputed(
-    m: MPTConfig, mode: str, precision="bf16", tp=1, sequence_parallel=False
-) -> int:
-    """Bytes per token that a block keeps for its backward, which computes the rest again.
-
-    With "full" only the block's input; with "selective" also the outputs of its linear layers and
-    of attention. Those of out_proj and down_proj are this rank's share of a sum for all tokens.
-    """
-    w = width(precision)
-    block_input = w * m.d_model // (tp if sequence_parallel else 1)
-    if mode == "full":
-        return block_input
-
-    part = widths(m, tp)
-    wqkv, out_proj, up_proj, down_proj = part.q + 2 * part.kv, m.d_model, part.hidden, m.d_model
-    attention, logsumexp = w * part.q, 4 * part.heads
-    return block_input + w * (wqkv + out_proj + up_proj + down_proj) + attention + logsumexp
-
-
 # --------------------------------------------------------------------------------------------------
 # How ranks divide model and batch
 
@@ -251,9 +225,11 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     batch = cfg.global_batch_size
     rows, rest = divmod(batch, dp)
     problem = f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks"
-    require(rest == 0, f"{problem}: {nearest_batches(batch, dp)}")
+    below = batch - rest
+    nearest = f"{below} or {below + dp}" if below else f"{dp}"
+    require(rest == 0, f"{problem}: set --global_batch_size={nearest}")
 
-    shard_ranks = cfg.shard_ranks(dp, node=0) if dp > 1 else 1
+    shard_ranks = cfg.shard_ranks(dp, node=0 if dp > 1 else 1)
     fix = "set --shard_size (fsdp_train.py takes the ranks of a node by default)"
     require(shard_ranks, f"sharding={cfg.sharding} needs the size of its groups: {fix}")
     divides = dp % shard_ranks == 0
@@ -261,11 +237,11 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     return shard_ranks, rows
 
 
-def nearest_batches(batch: int, dp: int) -> str:
-    """The fix for a batch that is not a multiple of the data-parallel ranks."""
-    below = batch // dp * dp
-    nearest = f"{below} or {below + dp}" if below else f"{dp}"
-    return f"set --global_batch_size={nearest}"
+def microbatch_of(cfg: TrainConfig) -> int:
+    """The sequences of a microbatch. UserError if they are left open."""
+    is_number = cfg.microbatch_size != "auto"
+    require(is_number, "microbatch_size=auto: give a number here, as --microbatch_size=4")
+    return cfg.microbatch_size
 
 
 # --------------------------------------------------------------------------------------------------
@@ -293,8 +269,6 @@ class Rank:
 
     def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
         self.shard_ranks, self.rows = layout(m, cfg, ranks)
-        is_number = cfg.microbatch_size != "auto"
-        require(is_number, "microbatch_size=auto: give a number here, as --microbatch_size=4")
         scores = f"attn_impl={m.attn_impl} keeps T x T scores, not counted here"
         is_fused = m.attn_impl not in ("reference", "blocks")
         require(is_fused, f"{scores}: set --attn_impl=sdpa")
@@ -309,7 +283,7 @@ class Rank:
         self.adapted = cfg.adapted_layers if cfg.lora_rank else []  # names of linear layers
         self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
 
-        self.microbatch = min(cfg.microbatch_size, self.rows)  # sequences
+        self.microbatch = min(microbatch_of(cfg), self.rows)  # sequences
         self.accumulates = self.rows > self.microbatch  # over several microbatches
         self.tokens = self.microbatch * m.max_seq_len
         self.token_parts = cfg.tp if cfg.sequence_parallel else 1  # between the layers
@@ -391,17 +365,16 @@ class Rank:
     def list_blocks(self) -> list[Block]:
         """This rank's blocks."""
         m, cfg = self.m, self.cfg
-        setup = matmuls.setup_of(cfg)
-        adapted = matmuls.adapted_blocks(m, setup)
-        first = matmuls.first_backward(m, setup)
+        adapted = flops.adapted_blocks(m, cfg)
+        first = flops.first_backward(m, cfg)
         sizes = {}  # blocks of a kind keep the same
         blocks = []
         for number in self.numbers:
             # A later stage has a backward for the hidden states that it receives. The first block
             # with a backward passes no gradient on.
             has_backward = number >= first or not self.is_first
-            passes_on = number > first or not self.is_first or matmuls.trains_vectors(m, setup)
-            recomputed = setup.checkpointing_of(number) != "none"
+            passes_on = number > first or not self.is_first or flops.trains_vectors(m, cfg)
+            recomputed = flops.checkpointing_of(cfg, number) != "none"
             kind = recomputed, number in adapted, passes_on
             if kind not in sizes:
                 sizes[kind] = self.kept_and_again(*kind)
@@ -413,9 +386,13 @@ class Rank:
         return blocks
 
     def kept_and_again(self, recomputed: bool, has_adapters: bool, passes_on: bool):
-        """Bytes that a block keeps for its backward, and bytes computed again just before it."""
-        split = self.precision, self.cfg.tp, self.cfg.sequence_parallel
-        saved = saved_by_block(self.m, *split)
+        """Bytes that a block keeps for its backward, and bytes computed again just before it.
+
+        A recomputed block keeps its input; with "selective" also the outputs of its linear layers
+        and of attention. Those of out_proj and down_proj are this rank's share of a sum for all
+        tokens, and nothing needs down_proj's.
+        """
+        saved = saved_by_block(self.m, self.precision, self.cfg.tp, self.cfg.sequence_parallel)
         products = 0  # of x and A
         if self.adapted:
             layers = self.adapted if has_adapters else []
@@ -425,12 +402,12 @@ class Rank:
         if not recomputed:
             return whole, 0
 
-        mode = self.cfg.activation_checkpointing
-        kept = self.tokens * kept_if_recomputed(self.m, mode, *split)
-        if mode == "full":
+        kept = self.residual_bytes // self.token_parts
+        if self.cfg.activation_checkpointing == "full":
             return kept, whole - kept
-        # With "selective", the output of down_proj is kept, but nothing needs it.
-        kept += self.tokens * products
+        part = self.part
+        columns = part.q + 2 * part.kv + part.hidden + 2 * self.m.d_model + part.q
+        kept += self.tokens * (self.width * columns + 4 * part.heads + products)
         return kept, whole - kept + self.residual_bytes
 
     def name_moments(self) -> dict[int, str]:
@@ -878,7 +855,7 @@ def report(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> 
 
 def main(argv: list[str]) -> None:
     """Print the table for the config files and flags in argv."""
-    m, cfg, args = config.load(with_base(argv), MPTConfig, TrainConfig, MemoryArgs)
+    m, cfg, args = config.load(flops.with_base(argv), MPTConfig, TrainConfig, MemoryArgs)
     precision = "fp32" if cfg.precision == "fp32" else "bf16"
     print(report(m, cfg, args, precision))
 

@@ -11,9 +11,6 @@ All layouts are rated, in some microseconds each, and sorted. The first that fit
 What a config file or a flag sets is kept, what is `auto` is tried. `best` has the fastest splits of
 one fleet, `what_fits` what would fit it if nothing does. budget.py asks for several fleets and
 models, plan.py prints the answers.
-
-Run `python -m planning.search configs/mpt7b.py --device=mi250 --devices=64 --sharding=auto`
-to see all splits side by side.
 """
 
 import copy
@@ -23,19 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import config
 import flops
-import program
 from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConfig, stage_sizes
 from planning import matmuls, memory, step_time
-from planning.fleet import Fleet, FleetArgs, fleet_of
-from planning.step_time import Constants, StepTime, Trainer
-from program import UserError, require
+from planning.fleet import Fleet
+from planning.step_time import Constants, StepTime
+from program import UserError
 
 # The settings of a layout that are chosen if they are auto.
 OPEN = """tp pp sharding microbatch_size activation_checkpointing recompute_every
     sequence_parallel""".split()
-NOT_ALONE = ("recompute_every", "sequence_parallel")  # chosen if another is, or if set auto
 RECOMPUTE_EVERY = (4, 2, 1)  # those that are tried
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # and all rows at once
 MOST_DEVICES = 2**17  # of a fleet on which a model might fit
@@ -55,14 +49,14 @@ class LayoutArgs:
     sharding: AutoSharding = "auto"  # see parallel.py
     microbatch_size: AutoInt = "auto"  # sequences
     activation_checkpointing: AutoCheckpointing = "auto"  # see parallel.py
-    recompute_every: AutoInt = "auto"  # of every k-th block; chosen if the mode is, or if set auto
+    recompute_every: AutoInt = "auto"  # of every k-th block; chosen if the mode is, else 1
     sequence_parallel: AutoBool = "auto"  # with tp: cut the tokens between layers, too
-    simplest: bool = False  # the least tensor and pipeline parallelism with which the model fits
 
     @property
     def is_open(self) -> bool:
         """Is anything left to choose, beside what is chosen only if something else is?"""
-        return any(getattr(self, name) == "auto" for name in OPEN if name not in NOT_ALONE)
+        others = self.sharding, self.microbatch_size, self.activation_checkpointing
+        return "auto" in (self.tp, self.pp, *others)
 
 
 @dataclass(frozen=True)
@@ -72,9 +66,8 @@ class Question:
     m: MPTConfig
     cfg: TrainConfig
     asked: LayoutArgs
-    fleet: Fleet  # its tp and pp are found
+    fleet: Fleet
     c: Constants = Constants()
-    trainer: Trainer = step_time.OURS
 
 
 @dataclass(frozen=True)
@@ -86,6 +79,11 @@ class Plan:
     fleet: Fleet
     seconds: dict  # of a step: {part: seconds}, see StepTime.parts
     bytes: dict  # of one rank at its peak: {part: bytes}, see memory.bytes_by_part
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return dp_of(self.cfg, self.fleet)
 
     @property
     def tokens_per_second(self) -> float:
@@ -110,16 +108,15 @@ class Plan:
         return flops.utilization(per_token, self.tokens_per_second, self.fleet.devices, peak)
 
 
-def evaluate(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    fleet: Fleet,
-    c: Constants | None = None,
-    trainer: Trainer = step_time.OURS,
-) -> Plan:
+def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants | None = None) -> Plan:
     """The plan of this layout. Raises UserError if it is impossible."""
-    seconds = StepTime(m, cfg, fleet, c, trainer).parts()
+    seconds = StepTime(m, cfg, fleet, c).parts()
     return Plan(m, cfg, fleet, seconds, memory.bytes_by_part(m, cfg, fleet.devices))
+
+
+def dp_of(cfg: TrainConfig, fleet: Fleet) -> int:
+    """Data-parallel ranks."""
+    return fleet.devices // (cfg.tp * cfg.pp)
 
 
 def room(fleet: Fleet) -> float:
@@ -148,94 +145,74 @@ def sequence_choices(q: Question, tp: int) -> list[bool]:
     """The sequence_parallel to try."""
     if tp == 1:
         return [False]
-    if q.asked.sequence_parallel != "auto":
-        return [q.asked.sequence_parallel]
-    if not q.asked.is_open and q.cfg.sequence_parallel != "auto":
-        return [q.cfg.sequence_parallel]
-    return [False, True]
+    asked = q.asked.sequence_parallel
+    if asked != "auto":
+        return [asked]
+    return [False, True] if q.asked.is_open else [False]
 
 
-def sharding_modes(asked: LayoutArgs, fleet: Fleet) -> list[str]:
-    """The sharding modes to try. On one node a group would be FULL_SHARD."""
-    if asked.sharding != "auto":
-        return [asked.sharding]
-    if fleet.dp == 1:
-        return [TrainConfig.sharding]  # all are the same
-    several_nodes = fleet.dp > fleet.dp_ranks_per_node
-    return [name for name, mode in SHARDING_MODES.items() if mode.over != "group" or several_nodes]
+def shardings(q: Question, tp: int, pp: int) -> list[tuple[Sharding, int]]:
+    """(sharding, shard_size) to try. On one node a group would be FULL_SHARD."""
+    dp = q.fleet.devices // (tp * pp)
+    of_node = max(1, q.fleet.node_size // tp)  # data-parallel ranks
+    names = [q.asked.sharding]
+    if q.asked.sharding == "auto":
+        names = [TrainConfig.sharding] if dp == 1 else list(SHARDING_MODES)
+    found = []
+    for name in names:
+        in_groups = SHARDING_MODES[name].over == "group"
+        if not in_groups or dp > of_node or q.asked.sharding != "auto":
+            size = q.cfg.shard_size or min(of_node, dp)
+            found.append((name, size if in_groups else 0))
+    return found
 
 
 def recomputations(q: Question, pp: int) -> list[tuple[Checkpointing, int]]:
     """(activation_checkpointing, recompute_every) to try. All stages recompute as much."""
     mode, every = q.asked.activation_checkpointing, q.asked.recompute_every
-    own_every = 1 if q.cfg.recompute_every == "auto" else q.cfg.recompute_every
-    if every == "auto" and mode != "auto" and q.cfg.recompute_every != "auto":
-        every = own_every  # auto only if the user says so
+    if mode != "auto":
+        return [(mode, 1 if every == "auto" else every)]
     everys = [every]
     if every == "auto":
         sizes = stage_sizes(q.m.n_layers, pp)
         even = [k for k in RECOMPUTE_EVERY if pp == 1 or all(n % k == 0 for n in sizes)]
         everys = [k for k in even if k <= q.m.n_layers]
-
-    ways = []
-    for each in ["none", "selective", "full"] if mode == "auto" else [mode]:
-        ways += [(each, k) for k in ([own_every] if each == "none" else everys)]
-    return ways
+    return [("none", everys[-1]), *itertools.product(["selective", "full"], everys)]
 
 
-def splits_of(q: Question) -> list[tuple[TrainConfig, Fleet]]:
+def splits_of(q: Question) -> list[TrainConfig]:
     """Every possible tp, pp, sharding and sequence parallelism, the smallest tp x pp first.
 
     Raises UserError if there is none: what is wrong with the first.
     """
     found, problems = [], []
     for tp, pp in model_splits(q):
-        try:
-            fleet = replace(q.fleet, tp=tp, pp=pp)
-        except UserError as error:
-            problems.append(error)
-            continue
-        for sharding in sharding_modes(q.asked, fleet):
-            for sequence_parallel in sequence_choices(q, tp):
-                try:
-                    found.append((split_of(q, fleet, sharding, sequence_parallel), fleet))
-                except UserError as error:
-                    problems.append(error)
+        choices = itertools.product(shardings(q, tp, pp), sequence_choices(q, tp))
+        for (sharding, shard_size), sequence_parallel in choices:
+            split = {"tp": tp, "pp": pp, "sharding": sharding, "shard_size": shard_size}
+            cfg = replace(q.cfg, **split, sequence_parallel=sequence_parallel)
+            try:
+                q.fleet.check_split(tp, pp)
+                memory.layout(q.m, cfg, q.fleet.devices)
+                found.append(cfg)
+            except UserError as error:
+                problems.append(error)
     if not found:
         raise problems[0]
     return found
 
 
-def split_of(q: Question, fleet: Fleet, sharding: str, sequence_parallel: bool) -> TrainConfig:
-    """The settings of one split. UserError if it does not divide the ranks, model or batch."""
-    shard_size = 0
-    if SHARDING_MODES[sharding].over == "group":
-        shard_size = q.cfg.shard_size or min(fleet.dp_ranks_per_node, fleet.dp)
-        problem = f"shard_size {shard_size} does not divide the {fleet.dp} data-parallel ranks"
-        require(fleet.dp % shard_size == 0, f"{problem}: set another")
-    cfg = replace(
-        q.cfg,
-        tp=fleet.tp,
-        pp=fleet.pp,
-        sharding=sharding,
-        shard_size=shard_size,
-        sequence_parallel=sequence_parallel,
-    )
-    memory.layout(q.m, cfg, fleet.devices)
-    return cfg
-
-
-def layouts(q: Question, cfg: TrainConfig, fleet: Fleet, ends=False) -> Iterator[TrainConfig]:
+def layouts(q: Question, split: TrainConfig, ends=False) -> Iterator[TrainConfig]:
     """Every recomputation and microbatch of a split. ends: only the first and the last of each."""
-    ways = recomputations(q, fleet.pp)
+    ways = recomputations(q, split.pp)
     sizes = [q.asked.microbatch_size]
     if q.asked.microbatch_size == "auto":
-        rows = cfg.global_batch_size // fleet.dp  # sequences of a rank
+        rows = split.global_batch_size // dp_of(split, q.fleet)  # sequences of a rank
         sizes = [size for size in MICROBATCHES if size < rows] + [rows]
     if ends:
         ways, sizes = {ways[-1], ways[0]}, {sizes[0], sizes[-1]}
     for way, size in itertools.product(ways, sizes):
-        layout = copy.copy(cfg)  # a tenth of the time of dataclasses.replace
+        layout = copy.copy(split)  # a tenth of the time of dataclasses.replace
         layout.activation_checkpointing, layout.recompute_every = way
         layout.microbatch_size = size
         yield layout
@@ -248,31 +225,28 @@ def layouts(q: Question, cfg: TrainConfig, fleet: Fleet, ends=False) -> Iterator
 def best(q: Question, n: int = 1) -> list[Plan]:
     """The n fastest tp, pp and sharding that fit, each with the fastest of all else.
 
-    If asked.simplest, only those with the smallest tp x pp that fits. If nothing is left open, the
-    only layout, whether it fits or not. Raises UserError if nothing fits.
+    A layout of which nothing is left open is the answer whether it fits or not. Raises UserError if
+    nothing fits.
     """
     splits = splits_of(q)
-    if not q.asked.is_open and "auto" not in (q.cfg.recompute_every, q.cfg.sequence_parallel):
-        return [smallest(q, *splits[0])]
-    splits = [split for split in splits if can_fit(q, *split)]
-    if not splits:
-        raise UserError(nothing_fits(q))
-    if q.asked.simplest:
-        fewest = splits[0][1].tp * splits[0][1].pp
-        splits = [split for split in splits if split[1].tp * split[1].pp == fewest]
+    if not q.asked.is_open:
+        (layout,) = layouts(q, *splits)
+        return [evaluate(q.m, layout, q.fleet, q.c)]
+    possible = [split for split in splits if can_fit(q, split)]
+    if not possible:
+        raise UserError(nothing_fits(q, splits))
 
     rated = []
-    for cfg, fleet in splits:
-        for layout in layouts(q, cfg, fleet):
-            rate = step_time.tokens_per_second(q.m, layout, fleet, q.c, q.trainer)
-            rated.append((rate, layout, fleet))
+    for split in possible:
+        for layout in layouts(q, split):
+            rated.append((step_time.tokens_per_second(q.m, layout, q.fleet, q.c), layout))
     rated.sort(key=lambda layout: -layout[0])
 
     found = {}
-    for _, layout, fleet in rated:
+    for _, layout in rated:
         key = layout.tp, layout.pp, layout.sharding
-        if key not in found and memory.fits(q.m, layout, fleet.devices, room(fleet)):
-            found[key] = evaluate(q.m, layout, fleet, q.c, q.trainer)
+        if key not in found and memory.fits(q.m, layout, q.fleet.devices, room(q.fleet)):
+            found[key] = evaluate(q.m, layout, q.fleet, q.c)
             if len(found) == n:
                 break
     return list(found.values())
@@ -283,22 +257,14 @@ def fastest(q: Question) -> Plan:
     return best(q)[0]
 
 
-def can_fit(q: Question, cfg: TrainConfig, fleet: Fleet) -> bool:
+def can_fit(q: Question, split: TrainConfig) -> bool:
     """Does any layout of a split fit? The one of the least memory is among the ends.
 
     All rows at once may take less than one sequence at a time: no gradients wait for other
     microbatches. To recompute nothing may take less than all, where a stage has one block.
     """
-    limit = room(fleet)
-    ends = layouts(q, cfg, fleet, ends=True)
-    return any(memory.fits(q.m, layout, fleet.devices, limit) for layout in ends)
-
-
-def smallest(q: Question, cfg: TrainConfig, fleet: Fleet) -> Plan:
-    """The plan of a split that takes the least memory."""
-    ends = layouts(q, cfg, fleet, ends=True)
-    plans = [evaluate(q.m, layout, fleet, q.c, q.trainer) for layout in ends]
-    return min(plans, key=lambda plan: plan.bytes["peak"])
+    ends = layouts(q, split, ends=True)
+    return any(memory.fits(q.m, layout, q.fleet.devices, room(q.fleet)) for layout in ends)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -314,10 +280,11 @@ def too_much(n_bytes: dict, memory_gb: float) -> str:
     return f"{over}; the largest part is {largest}, {parts[largest] / 1e9:,.1f} GB"
 
 
-def nothing_fits(q: Question) -> str:
+def nothing_fits(q: Question, splits: list[TrainConfig]) -> str:
     """The message: how far the smallest layout is from fitting, and what would fit."""
-    plans = [smallest(q, *split) for split in splits_of(q)]
-    plan = min(plans, key=lambda plan: plan.bytes["peak"])
+    ends = [layout for split in splits for layout in layouts(q, split, ends=True)]
+    peaks = [memory.bytes_by_part(q.m, layout, q.fleet.devices)["peak"] for layout in ends]
+    plan = evaluate(q.m, ends[peaks.index(min(peaks))], q.fleet)
     size = f"{flops.n_params(q.m) / 1e9:.3g}B parameters"
     problem = f"{size} do not fit {q.fleet.devices} x {q.fleet.device.name} in any layout you allow"
     over = too_much(plan.bytes, plan.fleet.device.memory_gb)
@@ -330,7 +297,7 @@ def what_fits(q: Question) -> list[str]:
     """The flags that make the model fit: on these devices, and as it is on more of them."""
     fixes = []
     auto = dict.fromkeys(("microbatch_size", "activation_checkpointing", "recompute_every"), "auto")
-    for asked in (replace(q.asked, **auto), LayoutArgs(simplest=True)):
+    for asked in (replace(q.asked, **auto), LayoutArgs()):
         wider = replace(q, asked=asked)
         if asked != q.asked and fits_somehow(wider):
             fixes.append(flags_that_differ(fastest(wider), q))
@@ -365,47 +332,21 @@ def more_devices(q: Question) -> list[str]:
 def fits_somehow(q: Question) -> bool:
     """Does any layout fit? No if the fleet cannot split the model or the batch."""
     try:
-        return any(can_fit(q, *split) for split in splits_of(q))
+        return any(can_fit(q, split) for split in splits_of(q))
     except UserError:
         return False
 
 
-# --------------------------------------------------------------------------------------------------
-# The program
-
-
 def layout_text(plan: Plan) -> str:
     """A layout in a few words: dp, tp and pp, sharding, checkpointing, microbatch."""
-    cfg, fleet = plan.cfg, plan.fleet
-    split = f"dp {fleet.dp}"
-    if fleet.tp > 1:
-        split += f" tp {fleet.tp}{' (sequence parallel)' * cfg.sequence_parallel}"
-    if fleet.pp > 1:
-        split += f" pp {fleet.pp}"
+    cfg = plan.cfg
+    split = f"dp {plan.dp}"
+    if cfg.tp > 1:
+        split += f" tp {cfg.tp}{' (sequence parallel)' * cfg.sequence_parallel}"
+    if cfg.pp > 1:
+        split += f" pp {cfg.pp}"
     mode = cfg.activation_checkpointing
     checkpointing = f"{'no' if mode == 'none' else mode} checkpointing"
     if mode != "none" and cfg.recompute_every > 1:
         checkpointing += f" of 1 block in {cfg.recompute_every}"
     return f"{split} {cfg.sharding}, {checkpointing}, microbatch {cfg.microbatch_size}"
-
-
-def main(argv: list[str]) -> None:
-    """Print all splits for the config files and flags in argv, the fastest first."""
-    classes = (MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
-    m, cfg, asked, args = config.load(memory.with_base(argv), *classes)
-    q = Question(m, cfg, asked, fleet_of(args))
-    try:
-        plans = best(q, n=len(splits_of(q)))
-    except UserError:  # nothing fits
-        plans = [smallest(q, *split) for split in splits_of(q)]
-    print(f"{flops.n_params(m) / 1e9:.3g}B parameters, {args.devices} x {q.fleet.device.name}\n")
-    rows = []
-    for plan in plans:
-        rate, peak = f"{plan.tokens_per_second:,.0f}", f"{plan.bytes['peak'] / 1e9:.1f}"
-        layout = layout_text(plan) + ("" if plan.fits else ": DOES NOT FIT")
-        rows.append([rate, f"{plan.mfu:.1%}", peak, layout])
-    print(program.table(["tokens/s", "MFU", "GB", "layout"], rows))
-
-
-if __name__ == "__main__":
-    program.run(main)

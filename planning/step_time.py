@@ -25,7 +25,6 @@ Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`.
 
 import copy
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import config
@@ -35,7 +34,6 @@ from config import MPTConfig, TrainConfig, blocks_of, stage_sizes
 from devices import Device
 from planning import matmuls, memory
 from planning.fleet import Fleet, FleetArgs, fleet_of
-from program import require
 
 # Bytes per token and d_model that a block keeps, by the bytes of a number in the residual stream.
 # Memory traffic scales with it.
@@ -110,45 +108,45 @@ class StepTime:
         trainer: Trainer = OURS,
         stage: int | None = None,
     ):
-        rows = rows_per_rank(m, cfg, fleet)
+        fleet.check_split(cfg.tp, cfg.pp)
+        self.shard_ranks, rows = memory.layout(m, cfg, fleet.devices)
         self.m = m
         self.cfg = cfg
         self.fleet = fleet
         self.c = c or Constants()
         self.trainer = trainer
 
-        self.microbatches = math.ceil(rows / cfg.microbatch_size)
+        self.dp = fleet.devices // (cfg.tp * cfg.pp)
+        self.microbatches = math.ceil(rows / memory.microbatch_of(cfg))
         self.tokens = rows / self.microbatches * m.max_seq_len  # of a microbatch
         self.traffic_of_block = self.block_traffic()  # bytes per token and d_model
         self.n_params_by_part = flops.params_by_part(m)
 
-        self.stage_sizes = stage_sizes(m.n_layers, fleet.pp)
-        self.setup = matmuls.setup_of(cfg)
+        self.stage_sizes = stage_sizes(m.n_layers, cfg.pp)
         self.mode = cfg.sharding_mode
-        self.shard_ranks = min(fleet.dp, cfg.shard_ranks(fleet.dp, fleet.dp_ranks_per_node))
 
         # Share of the blocks whose matmuls, and whose norms and GELU, are computed twice.
         share = 1 / cfg.recompute_every
         checkpointing = cfg.activation_checkpointing
         self.matmuls_again = share if checkpointing == "full" else 0.0
         self.norms_again = share if checkpointing != "none" else 0.0
-        self.set_stage(fleet.pp - 1 if stage is None else stage)
+        self.set_stage(cfg.pp - 1 if stage is None else stage)
 
     def set_stage(self, stage: int) -> None:
         """Set what depends on the stage: its blocks and its parameters."""
-        m, cfg, fleet = self.m, self.cfg, self.fleet
+        m, cfg = self.m, self.cfg
         self.stage = stage
         self.is_first = stage == 0
-        self.is_last = stage == fleet.pp - 1
+        self.is_last = stage == cfg.pp - 1
         self.layers = self.stage_sizes[stage]
-        self.n_params = self.params_of_stage() / fleet.tp  # of a rank, before sharding
+        self.n_params = self.params_of_stage() / cfg.tp  # of a rank, before sharding
         self.n_trained = self.n_params
         if cfg.lora_rank:
             self.n_trained = cfg.lora_rank * sum(self.adapter_widths())
             self.n_params += self.n_trained
         # Blocks of this stage with a backward: below the first adapter there is none.
-        first = matmuls.first_backward(m, self.setup)
-        own = blocks_of(m.n_layers, stage, fleet.pp)
+        first = flops.first_backward(m, cfg)
+        own = blocks_of(m.n_layers, stage, cfg.pp)
         self.backward_layers = len(range(max(first, own.start), own.stop))
         self.is_lowest_backward = first in own
 
@@ -169,56 +167,17 @@ class StepTime:
         """How many numbers of a token the adapters' A read on this stage, and their B write."""
         if not self.cfg.lora_rank:
             return 0, 0
-        adapted = matmuls.adapted_blocks(self.m, self.setup)
-        own = blocks_of(self.m.n_layers, self.stage, self.fleet.pp)
+        adapted = flops.adapted_blocks(self.m, self.cfg)
+        own = blocks_of(self.m.n_layers, self.stage, self.cfg.pp)
         n_blocks = sum(i in adapted for i in own)
-        ends = memory.adapter_ends(self.m, self.fleet.tp)
+        ends = memory.adapter_ends(self.m, self.cfg.tp)
         read, written = zip(*(ends[name] for name in self.cfg.adapted_layers), strict=True)
         return n_blocks * sum(read), n_blocks * sum(written)
 
     # Compute of one microbatch on one stage
 
     def matmuls(self) -> float:
-        """Linear layers and logits: three forwards each, and what is recomputed."""
-        return self.matmul_flops() / self.matmul_rate() * self.c.pace
-
-    def matmul_flops(self) -> float:
-        """The FLOPs of one rank's matmuls with weights."""
-        if self.cfg.lora_rank:
-            return self.matmul_flops_with_adapters()
-        per_token = 0.0
-        for n_in, n_out, layers, again in self.linear_layers():
-            per_token += 2 * n_in * n_out * layers * (3 + again)
-        return self.tokens * per_token
-
-    def linear_layers(self) -> list[tuple[int, int, int, float]]:
-        """[(features in, features out, how many, forwards again)] of one tensor rank.
-
-        Activation checkpointing ends before a block's last matmul, whose output no backward needs,
-        unless the trainer repeats all.
-        """
-        d = self.m.d_model
-        part = memory.widths(self.m, self.fleet.tp)
-        again = self.matmuls_again
-        layers = [
-            (d, part.q + 2 * part.kv, self.layers, again),
-            (part.q, d, self.layers, again),
-            (d, part.hidden, self.layers, again),
-            (part.hidden, d, self.layers, again * self.trainer.repeats_all),
-        ]
-        return [*layers, (d, part.vocab, 1, 0.0)] if self.is_last else layers
-
-    def matmul_flops_with_adapters(self) -> float:
-        """The same where frozen weights have no gradient. Tensor ranks share all evenly."""
-        per_token = 2 * 2 * self.m.vocab_size * self.m.d_model if self.is_last else 0
-        for i in blocks_of(self.m.n_layers, self.stage, self.fleet.pp):
-            for part, passes in matmuls.block_by_pass(self.m, self.setup, i).items():
-                if part not in matmuls.ATTENTION:
-                    per_token += sum(passes.values())
-        return self.tokens * per_token / self.fleet.tp
-
-    def matmul_rate(self) -> float:
-        """The FLOP/s that matmuls reach on one device.
+        """Linear layers and logits: three forwards each, and what is recomputed.
 
         A product of few elements leaves a part of the device idle at its end, as long as a tile of
         it takes. So tensor ranks lose speed where they share the features out, not where they share
@@ -231,13 +190,49 @@ class StepTime:
             wasted += self.c.tile * ((1.5 + again) * n_in + 1.5 * n_out) * layers
         device = self.fleet.device
         peak = device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)  # of large ones
-        return peak * useful / (useful + wasted)
+        return self.matmul_flops() / peak * (useful + wasted) / useful * self.c.pace
+
+    def matmul_flops(self) -> float:
+        """The FLOPs of one rank's matmuls with weights.
+
+        Where frozen weights have no gradient, tensor ranks share all evenly.
+        """
+        per_token = 0.0
+        if not self.cfg.lora_rank:
+            for n_in, n_out, layers, again in self.linear_layers():
+                per_token += 2 * n_in * n_out * layers * (3 + again)
+            return self.tokens * per_token
+
+        if self.is_last:
+            per_token += 2 * 2 * self.m.vocab_size * self.m.d_model
+        for i in blocks_of(self.m.n_layers, self.stage, self.cfg.pp):
+            for part, passes in matmuls.block_by_pass(self.m, self.cfg, i).items():
+                if part not in matmuls.ATTENTION:
+                    per_token += sum(passes.values())
+        return self.tokens * per_token / self.cfg.tp
+
+    def linear_layers(self) -> list[tuple[int, int, int, float]]:
+        """[(features in, features out, how many, forwards again)] of one tensor rank.
+
+        Activation checkpointing ends before a block's last matmul, whose output no backward needs,
+        unless the trainer repeats all.
+        """
+        d = self.m.d_model
+        part = memory.widths(self.m, self.cfg.tp)
+        again = self.matmuls_again
+        layers = [
+            (d, part.q + 2 * part.kv, self.layers, again),
+            (part.q, d, self.layers, again),
+            (d, part.hidden, self.layers, again),
+            (part.hidden, d, self.layers, again * self.trainer.repeats_all),
+        ]
+        return [*layers, (d, part.vocab, 1, 0.0)] if self.is_last else layers
 
     def attention(self) -> float:
         """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
         m, device = self.m, self.fleet.device
         forwards = self.layers + (2.5 + self.matmuls_again) * self.backward_layers
-        work = 2 * m.max_seq_len * m.d_model * forwards * self.tokens / self.fleet.tp
+        work = 2 * m.max_seq_len * m.d_model * forwards * self.tokens / self.cfg.tp
         share = device.attention or attention_share(device, self.c)
         return work / (device.bf16_tflops * 1e12 * share) * self.c.pace
 
@@ -247,13 +242,13 @@ class StepTime:
         A third of a block's traffic is norms and residuals, which tensor parallelism divides only
         if it is sequence parallel.
         """
-        m, c, tp = self.m, self.c, self.fleet.tp
+        m, c, tp = self.m, self.c, self.cfg.tp
         traffic = self.traffic_of_block * (1 + self.norms_again / 3)
         share = 1 / tp if self.cfg.sequence_parallel else 1 / 3 + 2 / 3 / tp
         layers = self.backward_layers + (self.layers - self.backward_layers) / 3  # forward alone
         blocks = layers * m.d_model * traffic * share
         # fsdp_train.py compiles nothing with tp or pp.
-        if self.cfg.compile is True and tp * self.fleet.pp == 1:
+        if self.cfg.compile is True and tp * self.cfg.pp == 1:
             blocks *= c.compiled
         logit_bytes = self.trainer.cut_logit_bytes if tp > 1 else self.trainer.logit_bytes
         logits = memory.widths(m, tp).vocab * logit_bytes if self.is_last else 0
@@ -294,7 +289,7 @@ class StepTime:
     def tensor(self) -> float:
         """What the tensor ranks that share a layer send each other."""
         traffic = self.tensor_traffic().items()
-        return sum(calls * self.ring(size, self.fleet.tp, 1, 1) for size, calls in traffic)
+        return sum(calls * self.ring(size, self.cfg.tp, 1, 1) for size, calls in traffic)
 
     def tensor_traffic(self) -> dict[float, float]:
         """{bytes: how many all-gathers and reduce-scatters of this size in all}.
@@ -317,7 +312,7 @@ class StepTime:
         calls += 2 if self.is_last else 0  # the loss
         if self.is_first:
             # The embedding; one data-parallel rank alone has its rows in fp32, if they train.
-            calls += 2 if self.fleet.dp > 1 or self.cfg.lora_rank else 4
+            calls += 2 if self.dp > 1 or self.cfg.lora_rank else 4
         traffic = {stream: calls}
         if self.m.qk_ln:
             norms = 1 if self.m.n_kv_heads == 1 else 2  # a single head of keys is not cut
@@ -327,10 +322,10 @@ class StepTime:
 
     def stages(self) -> float:
         """Messages to and from the stages before and after, which go both ways at the same time."""
-        tp, pp = self.fleet.tp, self.fleet.pp
+        tp, pp = self.cfg.tp, self.cfg.pp
         if pp == 1:
             return 0.0
-        bandwidth = self.fleet.bandwidth(pp, tp * self.fleet.dp) * self.c.link
+        bandwidth = self.fleet.bandwidth(pp, tp * self.dp) * self.c.link
         return self.bytes_to_stages() / bandwidth
 
     def bytes_to_stages(self) -> float:
@@ -339,7 +334,7 @@ class StepTime:
         It receives as many. Every tensor rank sends those of all tokens, or with sequence
         parallelism of its own.
         """
-        tokens = self.tokens / (self.fleet.tp if self.cfg.sequence_parallel else 1)
+        tokens = self.tokens / (self.cfg.tp if self.cfg.sequence_parallel else 1)
         messages = 2 - self.is_first - self.is_last
         return messages * 2 * tokens * self.m.d_model
 
@@ -359,7 +354,7 @@ class StepTime:
         """What each microbatch sends: FSDP's gathers and reductions."""
         if self.mode.reduces_late:
             return 0.0
-        tp = self.fleet.tp
+        tp = self.cfg.tp
         gathers = 2 if self.mode.frees_weights else 1  # again for the backward
         calls = self.layers + 1
         gather = self.ring(2 * self.n_params, self.shard_ranks, tp, calls)
@@ -368,7 +363,7 @@ class StepTime:
 
     def once(self) -> float:
         """What a step sends once, at its last microbatch."""
-        tp, dp = self.fleet.tp, self.fleet.dp
+        tp, dp = self.cfg.tp, self.dp
         calls = self.layers + 1
         gradients = self.trainer.reduce_bytes * self.n_trained
         if self.mode.reduces_late and self.mode.over == "all":  # ZERO1
@@ -401,20 +396,16 @@ class StepTime:
 
     def kinds_of_stages(self) -> list[tuple["StepTime", int]]:
         """[(a stage, how many are like it), ...]."""
-        ends = (0, self.fleet.pp - 1)
-        numbers = {}  # {(blocks, the end that it is): the first such stage}
-        counts = Counter()
+        ends = (0, self.cfg.pp - 1)
+        kinds = {}  # {(blocks, the end that it is): numbers of these stages}
         for number, size in enumerate(self.stage_sizes):
-            kind = size, number if number in ends else None
-            numbers.setdefault(kind, number)
-            counts[kind] += 1
-
-        kinds = []
-        for kind, number in numbers.items():
+            kinds.setdefault((size, number if number in ends else None), []).append(number)
+        found = []
+        for numbers in kinds.values():
             stage = copy.copy(self)
-            stage.set_stage(number)
-            kinds.append((stage, counts[kind]))
-        return kinds
+            stage.set_stage(numbers[0])
+            found.append((stage, len(numbers)))
+        return found
 
     def parts(self) -> dict[str, float]:
         """{part: seconds}; "step" is their sum. Work is that of the slowest stage."""
@@ -442,23 +433,6 @@ def attention_share(device: Device, c: Constants) -> float:
     return known.get(generation, c.attention)
 
 
-def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
-    """Sequences of a batch on each data-parallel rank.
-
-    Raises UserError if the fleet cannot split the model or the batch.
-    """
-    is_number = cfg.microbatch_size != "auto"
-    require(is_number, "microbatch_size=auto: give a number here, as --microbatch_size=4")
-
-    batch = cfg.global_batch_size
-    fix = memory.nearest_batches(batch, fleet.dp)
-    problem = f"global_batch_size {batch} is not a multiple of the {fleet.dp} data-parallel ranks"
-    require(batch % fleet.dp == 0, f"{problem}: {fix}")
-    m.check_stages(fleet.pp)
-    m.check_tensor_ranks(fleet.tp, cfg.sequence_parallel)
-    return batch // fleet.dp
-
-
 def tokens_per_second(
     m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS
 ) -> float:
@@ -473,8 +447,8 @@ def tokens_per_second(
 
 def main(argv: list[str]) -> None:
     """Print the seconds of a step by part for the config files and flags in argv."""
-    m, cfg, args = config.load(memory.with_base(argv), MPTConfig, TrainConfig, FleetArgs)
-    fleet = fleet_of(args, cfg.tp, cfg.pp)
+    m, cfg, args = config.load(flops.with_base(argv), MPTConfig, TrainConfig, FleetArgs)
+    fleet = fleet_of(args)
     parts = StepTime(m, cfg, fleet).parts()
     on = f"{args.devices} x {fleet.device.name}"
     print(f"{flops.n_params(m):,} parameters, {on}, {cfg.sharding}")

@@ -11,7 +11,7 @@ import config
 import devices
 import flops
 from config import MPTConfig, TrainConfig
-from planning import memory, search, step_time
+from planning import memory, search
 from planning.fleet import Fleet
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -180,7 +180,7 @@ def test_a_recipe_has_zero1_where_it_fits_and_is_the_faster_mode(recipe):
         plans = {}
         for mode in ("FULL_SHARD", "ZERO1"):
             cfg = replace(train, sharding=mode)
-            plans[mode] = search.evaluate(model, cfg, fleet, step_time.Constants(), step_time.OURS)
+            plans[mode] = search.evaluate(model, cfg, fleet)
         assert plans["ZERO1"].tokens_per_second >= plans["FULL_SHARD"].tokens_per_second
         assert train.sharding == ("ZERO1" if plans["ZERO1"].fits else "FULL_SHARD")
         share = re.search(r"(\d+) % of", comment_of(name))
@@ -196,7 +196,7 @@ def test_finetuning_and_adapters_of_the_released_7b():
 
     model, train = settings_of("lora_mpt7b")
     assert model == whole and train.init_from == "mpt-7b"
-    n_adapters = flops.n_lora(model, flops.setup_of(train))
+    n_adapters = flops.n_lora(model, train)
     assert f"{n_adapters:,} parameters" in comment_of("lora_mpt7b")
     assert n_adapters == 32 * train.lora_rank * (2 + 4 + 5 + 5) * 4096  # in + out of four layers
 

@@ -425,12 +425,10 @@ def read_mds(path, folder):
 
 
 def read_measured(path, folder):
-    import devices
-    from planning import calibrate, step_time
-    from planning.fleet import Fleet
+    from planning import calibrate
+    from planning.fleet import FleetArgs
 
-    fleet = Fleet(devices.by_name("mi250"), 1, 8, 100.0)
-    calibrate.from_files([str(path)], fleet, step_time.OURS)
+    calibrate.from_files([str(path)], FleetArgs(device="mi250"))
 
 
 def read_table(path, folder):

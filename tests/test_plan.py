@@ -22,6 +22,7 @@ from program import UserError
 
 ROOT = Path(__file__).parent.parent
 MPT7B, MPT70B = (str(ROOT / f"configs/{name}.py") for name in ("mpt7b", "mpt70b"))
+FIXED = "--tp=1 --pp=1 --sharding=FULL_SHARD --microbatch_size=1 --activation_checkpointing=none"
 
 
 def planned(capsys, *argv) -> dict:
@@ -63,13 +64,6 @@ def test_tokens_are_the_config_files_else_twenty_a_parameter(capsys):
     assert assumptions(capsys, "20 tokens a parameter", "--device=h100")
 
 
-def test_tokens_and_steps_that_agree_are_no_contradiction(capsys):
-    """Steps are whole numbers; those of a config file give way to a flag."""
-    question = [MPT7B, "--device=mi250", "--tokens=1e9"]
-    assert planned(capsys, *question, "--max_steps=477")["max_steps"] == 477
-    assert planned(capsys, *question)["max_steps"] == 477
-
-
 def test_your_settings_as_they_are_stand_below_the_plan(capsys, tmp_path):
     """If the plan has another layout."""
     lines = (ROOT / "configs/mpt1b.py").read_text().splitlines()
@@ -85,30 +79,6 @@ def test_your_settings_as_they_are_stand_below_the_plan(capsys, tmp_path):
     for question in ([*flags, "--sharding=FULL_SHARD"], ["--device=mi250"]):
         others = planned(capsys, *question)["others"]
         assert "your settings" not in {row["label"] for row in others}
-
-
-# GPT-3's shape.
-BIG = "--d_model=12288 --n_heads=96 --n_layers=96 --vocab_size=51200 --global_batch_size=1024"
-
-
-def test_the_least_model_parallelism_that_fits(capsys):
-    flags = BIG.split()
-    question = [*flags, "--device=mi250x", "--devices=1024", "--sharding=ZERO1"]
-    found = planned(capsys, *question, "--simplest")
-    assert found["tokens_per_second"] <= planned(capsys, *question)["tokens_per_second"]
-    layout = found["layout"]
-    product = layout["tp"] * layout["pp"]
-    assert product > 1
-    assert found["fits"]
-    assert layout["dp"] * product == 1024
-
-    m, cfg, _ = config.load([*flags, "--attn_impl=sdpa"], MPTConfig, TrainConfig, PlanArgs)
-    cfg = replace(cfg, sharding="ZERO1", activation_checkpointing="full", microbatch_size=1)
-    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1)):
-        if tp * pp < product:
-            cut = replace(cfg, tp=tp, pp=pp)
-            peak = memory.bytes_by_part(m, cut, 1024)["peak"]
-            assert peak > memory.ROOM * 64 * 2**30, (tp, pp)
 
 
 @pytest.mark.parametrize(
@@ -180,25 +150,12 @@ def test_a_budgets_flags_train_its_models(capsys):
 def test_a_budgets_flags_keep_what_the_user_set_of_the_model(capsys):
     """All but its shape, which the budget finds."""
     own = "--vocab_size=32000 --expansion_ratio=3 --alibi --no_bias --max_seq_len=1024 --qk_ln"
-    own += " --softmax_scale=0.1 --norm_type=layernorm --tie_word_embeddings=False"
     (expected,) = config.load(own.split(), MPTConfig)
     for row in planned(capsys, "--device=h100", "--devices=8", "--budget=1", *own.split()):
         (m,) = config.load(row["model"].split(), MPTConfig)
         shape = {name: getattr(m, name) for name in budget.SHAPE}
         assert m == replace(expected, **shape)
         assert flops.n_params(m) == row["n_params"]
-        assert "attn_impl" not in row["model"]
-
-
-def test_the_budgets_program_takes_the_same_batch(capsys):
-    """96 devices do not divide the config's 256 sequences."""
-    fleet = ["--device=h100", "--devices=96"]
-    found = planned(capsys, *fleet, "--budget=2")
-    budget.main(["2", *fleet])
-    lines = capsys.readouterr().out.splitlines()
-    for line, training in zip(lines, found, strict=True):
-        assert line.endswith(f"predicted loss {training['predicted_loss']:.3f}")
-        assert f"{training['tokens'] / 1e9:,.0f}B tokens" in line
 
 
 ON_FRONTIER = f"{ROOT}/configs/frontier_175b.py --choose --device=mi250x --devices=1024"
@@ -255,20 +212,14 @@ def test_a_model_too_small_for_its_device_says_what_is_not_in_the_model(capsys):
 
 
 def test_kernels_of_today(capsys):
-    """Each flag makes the step faster by as much as its part shrinks."""
-    base = [MPT7B, "--device=h100", "--devices=8", "--activation_checkpointing=none"]
-    base += ["--microbatch_size=1"]
-    plain = planned(capsys, *base)
-    quick = planned(capsys, *base, "--attention_efficiency=0.36")  # 0.18 in 2023
-    ratio = plain["seconds"]["attention"] / quick["seconds"]["attention"]
-    assert ratio == pytest.approx(2, rel=1e-6)
-
-    compiled = planned(capsys, *base, "--compile")
-    assert compiled["seconds"]["memory-bound"] < 0.9 * plain["seconds"]["memory-bound"]
-
-    fast = planned(capsys, *base, "--bandwidth=6700")  # 3350 by the datasheet
-    ratio = plain["seconds"]["memory-bound"] / fast["seconds"]["memory-bound"]
-    assert ratio == pytest.approx(2, rel=1e-6)
+    """Each flag makes its part of the step faster: as LLM Foundry's of 2023 they are slower."""
+    base = [MPT7B, "--device=h100", *FIXED.split()]
+    plain = planned(capsys, *base)["seconds"]
+    quick = planned(capsys, *base, "--attention_efficiency=0.36", "--bandwidth=6700")["seconds"]
+    assert plain["attention"] / quick["attention"] == pytest.approx(2)
+    assert plain["memory-bound"] / quick["memory-bound"] == pytest.approx(2)
+    compiled = planned(capsys, *base, "--compile")["seconds"]
+    assert compiled["memory-bound"] < 0.9 * plain["memory-bound"]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +227,6 @@ def test_kernels_of_today(capsys):
     [
         ("--attention_efficiency=0.6", []),
         ("--attention_efficiency=0.8 --bandwidth=1e6", ["of the peak (masked scores counted)"]),
-        ("--attention_efficiency=0.9", ["attention at 90% of the peak, but large matmuls reach"]),
     ],
 )
 def test_a_speed_that_no_matmuls_reach_is_doubted(capsys, flags, words):
@@ -303,7 +253,6 @@ NUMBERS = {
     for name, hint in get_type_hints(cls).items()
     if set(program.alternatives(hint)) & {int, float}
 }
-FIXED = "--tp=1 --pp=1 --sharding=FULL_SHARD --microbatch_size=1 --activation_checkpointing=none"
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -388,14 +337,16 @@ MISTAKES = [
         "shard_size 5 does not divide the 16 data-parallel ranks",
     ),
     ("MPT7B --plot", "which device?"),
-    ("--plot --out=plan.foo", "--out=plan.foo: "),
-    ("--plot --out=no/such/plan.png", "there is no folder no/such: mkdir -p no/such"),
+    ("MPT7B --device=mi250 --plot --out=plan.foo", "--out=plan.foo: "),
+    (
+        "MPT7B --device=mi250 --plot --out=no/such/plan.png",
+        "there is no folder no/such: mkdir -p no/such",
+    ),
     ("MPT7B --machine=frontie", "no machine 'frontie', did you mean frontier?"),
     ("MPT7B --device=h100 --calibrate=nope.json", "name a table of `bench train`, a machine"),
-    ("MPT7B --device=h100 --devices=8,16", "--sweep_devices=8,16 plans for several"),
     ("--device=h100,mi250 --price=1,2,3", "--price=1,2,3 has 3 values: 2 kinds of device need"),
     ("--device=h100 --price=1,2", "price in the command line is '1,2', expected a number"),
-    ("MPT7B --device=h100 --tokens=1e9 --max_steps=500", "remove one of the two"),
+    ("MPT7B --device=h100 --tokens=1e9 --max_steps=500", "two lengths of a run: remove one"),
 ]
 
 
@@ -409,12 +360,11 @@ def test_mistakes_are_told(monkeypatch, flags, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("flags", [[], [MPT7B, "--device=mi250", "--devices=16"]])
-def test_pictures(tmp_path, flags):
-    """Of the published runs, and of the memory of a plan; others: planning/test_picture.py."""
+def test_a_picture_of_the_memory_of_a_plan(tmp_path):
+    """Others: planning/test_picture.py."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: see requirements-extra.txt")
     out = tmp_path / "plan.png"
-    plan.main([*flags, "--plot", f"--out={out}"])
+    plan.main([MPT7B, "--device=mi250", "--devices=16", "--plot", f"--out={out}"])
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 20_000
 
 

@@ -14,7 +14,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import devices
 from planning import answer
-from planning.answer import Row
 from planning.fleet import MACHINES
 from planning.search import MOST_DEVICES
 from program import shell
@@ -101,7 +100,6 @@ class PlanRequest(BaseModel):
     microbatch_size: Whole | None = None
     activation_checkpointing: Name | None = None
     lora_rank: Whole | None = None
-    trainer: Literal["ours", "foundry"] | None = None
     choose: bool = False
 
     @property
@@ -192,13 +190,12 @@ async def planned(words: list[str]) -> dict[str, Any]:
 def as_answer(found: dict | list) -> dict[str, Any]:
     """The rows of plan.py's JSON, and the same as text."""
     if isinstance(found, list):  # of a sweep, of several devices, of a budget
-        rows = [Row(**row) for row in found]
-        lines = [line for row in rows if row.label in BUDGET for line in answer.training_lines(row)]
-        text = answer.text(rows[0], below=lines) if lines else answer.text_of_rows(rows)
+        models = [row for row in found if row["label"] in BUDGET]
+        lines = [line for row in models for line in answer.training_lines(row)]
+        text = answer.text(found[0], below=lines) if lines else answer.text_of_rows(found)
         return {"rows": found, "would_fit": [], "text": text}
     others, fixes = found.pop("others"), found.pop("would_fit")
-    rows = [Row(**row) for row in others]
-    text = answer.text(Row(**found), rows, answer.labelled("would fit", fixes))
+    text = answer.text(found, others, answer.labelled("would fit", fixes))
     return {"rows": [found, *others], "would_fit": fixes, "text": text}
 
 

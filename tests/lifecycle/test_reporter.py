@@ -20,7 +20,6 @@ from lifecycle import reporter, resume
 from lifecycle.cadence import Cadence
 from planning import matmuls, search
 from planning.fleet import Fleet
-from planning.step_time import OURS, Constants
 from processes import World
 
 CPU = torch.device("cpu")
@@ -239,7 +238,7 @@ def test_the_time_of_a_run_is_planned_before_it_starts(device, monkeypatch):
     row = devices.by_name(device)
     monkeypatch.setattr(devices, "identify", lambda _: row)
     line = reporter.planned_time(m, cfg, World(0, 8, 0, 8, CPU), "bf16", None, first=400)
-    seconds = search.evaluate(m, cfg, Fleet(row, 8, 8), Constants(), OURS).seconds["step"]
+    seconds = search.evaluate(m, cfg, Fleet(row, 8, 8)).seconds["step"]
     assert f"planned: {seconds:.3g} s a step" in line
     assert f"{datetime.timedelta(seconds=round(600 * seconds))} for 600 steps" in line
 

@@ -40,24 +40,24 @@ FULL_KERNEL = replace(A100, attention=Constants().attention_a100)  # what is ass
 
 
 @pytest.mark.parametrize(
-    "device, n, split, settings, kind",
+    "device, n, settings, kind",
     [
-        (A100, 8, {}, {}, "one node"),
-        (H100, 4, {}, {}, "one node"),
-        (FULL_KERNEL, 8, {}, {}, "one node"),
-        (A100, 16, {}, {}, "several nodes"),
-        (A100, 8, {"tp": 2}, {}, "tp or pp"),
-        (A100, 64, {"pp": 2}, {"compile": True}, "tp or pp"),  # where nothing is compiled
-        (MI250, 8, {}, {}, "anything else"),
-        (MI250, 16, {"tp": 2}, {}, "anything else"),
-        (A100, 1, {}, {}, "anything else"),
-        (A100, 8, {}, {"compile": True}, "anything else"),
-        (A100, 8, {}, {"lora_rank": 8, "init_from": "base"}, "anything else"),
-        (replace(A100, attention=0.6), 8, {}, {}, "anything else"),
+        (A100, 8, {}, "one node"),
+        (H100, 4, {}, "one node"),
+        (FULL_KERNEL, 8, {}, "one node"),
+        (A100, 16, {}, "several nodes"),
+        (A100, 8, {"tp": 2}, "tp or pp"),
+        (A100, 64, {"pp": 2, "compile": True}, "tp or pp"),  # where nothing is compiled
+        (MI250, 8, {}, "anything else"),
+        (MI250, 16, {"tp": 2}, "anything else"),
+        (A100, 1, {}, "anything else"),
+        (A100, 8, {"compile": True}, "anything else"),
+        (A100, 8, {"lora_rank": 8, "init_from": "base"}, "anything else"),
+        (replace(A100, attention=0.6), 8, {}, "anything else"),
     ],
 )
-def test_the_kind_of_a_run(device, n, split, settings, kind):
-    assert certainty.kind_of(run(**settings), Fleet(device, n, **split)) == kind
+def test_the_kind_of_a_run(device, n, settings, kind):
+    assert certainty.kind_of(run(**settings), Fleet(device, n)) == kind
 
 
 def test_mpt_7b_on_mi250_is_in_its_band():

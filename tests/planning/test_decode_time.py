@@ -10,7 +10,6 @@ import devices
 from config import MPTConfig
 from model import MPT
 from planning import decode_time
-from program import UserError
 
 MPT7B = str(ROOT / "configs" / "mpt7b.py")
 A100 = devices.by_name("a100-80gb")
@@ -69,25 +68,10 @@ def test_the_program_says_what_a_token_takes(capsys):
     assert "8 x 1000 tokens" in text
     assert "weights 13.301 6.523 keys and values 4.194 2.057 all 17.495 8.580" in text  # GB, ms
     assert "116.5 tokens/s per sequence, 932.4 in all" in text
-    assert "from a batch of 153" in text and "does not fit" not in text
-    decode_time.main([MPT7B, "--device=rtx-4090", "--batch=8"])
-    assert "does not fit" not in capsys.readouterr().out
+    assert "from a batch of 153" in text
     decode_time.main([MPT7B, "--device=v100-16gb", "--batch=8"])
     text = capsys.readouterr().out
-    assert "does not fit: 20.4 GiB, the device has 16" in text
+    assert "20.4 of 16 GiB" in text
     assert "matmuls" not in text  # it has no bf16
     decode_time.main([MPT7B])
     assert "set --device=mi250" in capsys.readouterr().out
-
-
-BAD = [
-    ("--device=mi25o", "did you mean mi250"),
-    ("--context=2049", "beyond max_seq_len 2048"),
-    ("--batch=0", "batch must be from 1 to 1,000,000,000, not 0"),
-]
-
-
-@pytest.mark.parametrize("flag, message", BAD)
-def test_what_cannot_be_is_refused(flag, message):
-    with pytest.raises(UserError, match=message):
-        decode_time.main([MPT7B, flag])

@@ -15,7 +15,7 @@ def test_every_machine_is_a_fleet_of_its_own_figures():
         assert found.device == devices.by_name(machine.device), name
         assert found.node_size == machine.node_size
         assert found.network_gbs == machine.network_gbs
-        assert found.network_from == "machine"
+        assert machine.links in found.network_note
 
 
 def test_links_add_up_to_the_network_of_a_machine():
@@ -37,10 +37,8 @@ def test_links_add_up_to_the_network_of_a_machine():
 def test_a_network_grows_with_the_devices_of_a_node(device, node_size, gbs):
     found = fleet_of(FleetArgs(device=device, devices=64, node_size=node_size))
     assert found.network_gbs == gbs
-    assert found.network_from == "assumed"
-    words = fleet.network_words(found, FleetArgs())
-    assert f"{gbs / node_size:g} for each device" in words
-    assert ("a guess" in words) == (device == "4090")
+    assert f"{gbs / node_size:g} for each device" in found.network_note
+    assert ("a guess" in found.network_note) == (device == "4090")
 
 
 def test_every_family_with_a_network_is_in_the_table():
@@ -51,9 +49,8 @@ def test_every_family_with_a_network_is_in_the_table():
 def test_flags_override_a_machine():
     args = FleetArgs(machine="frontier", devices=64, node_size=4, network=30, memory_gb=48)
     found = fleet_of(args)
-    assert (found.node_size, found.network_gbs, found.network_from) == (4, 30, "set")
+    assert (found.node_size, found.network_gbs, found.network_note) == (4, 30, "")
     assert found.device.memory_gb == 48
-    assert fleet.network_words(found, args) == "network 30 GB/s a node, each way"
     half = fleet_of(FleetArgs(machine="frontier", devices=64, node_size=4))
     assert half.network_gbs == 50
     larger = fleet_of(FleetArgs(machine="perlmutter", device="a100-80gb"))

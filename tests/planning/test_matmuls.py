@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import flops
 import parallel
 from config import MPTConfig, TrainConfig
-from flops import TrainingSetup
 from model import MPT
 from planning import matmuls
 
@@ -31,27 +30,20 @@ def small(**more) -> MPTConfig:
     return MPTConfig(**{**SMALL, **more})
 
 
-def closed(cfg: MPTConfig, setup: TrainingSetup) -> float:
+def closed(cfg: MPTConfig, train: TrainConfig) -> float:
     """FLOPs of one sequence in closed form."""
-    return S * matmuls.total(matmuls.flops_by_pass(cfg, setup))
+    return S * matmuls.total(matmuls.flops_by_pass(cfg, train))
 
 
-def count(
-    cfg: MPTConfig, setup: TrainingSetup, backward: bool = True, change=lambda model: None
-) -> FlopCounterMode:
+def count(cfg: MPTConfig, train: TrainConfig, backward: bool = True) -> FlopCounterMode:
     """torch's count of one sequence's forward, or forward and backward.
 
     The tensors are fake: they have shapes but no data. Attention is the reference, two matmuls over
-    all T x T scores. change(model): called before counting.
+    all T x T scores.
     """
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = MPT(replace(cfg, attn_impl="reference"))
-        change(model)
-        train_cfg = TrainConfig(
-            activation_checkpointing=setup.activation_checkpointing,
-            recompute_every=setup.recompute_every,
-        )
-        parallel.recompute(model, train_cfg)
+        parallel.recompute(model, train)
         logits = model(torch.zeros(1, cfg.max_seq_len, dtype=torch.int64))
         if backward:
             logits.sum().backward()
@@ -61,7 +53,7 @@ def count(
 def counted_by_part(cfg: MPTConfig, backward: bool) -> dict[str, int]:
     """{part of the model: FLOPs} as torch counts them."""
     flops_of_module = {}
-    for name, operations in count(cfg, TrainingSetup(), backward).get_flop_counts().items():
+    for name, operations in count(cfg, TrainConfig(), backward).get_flop_counts().items():
         flops_of_module[name] = sum(operations.values())
 
     def sum_over_blocks(end: str) -> int:
@@ -77,7 +69,7 @@ def counted_by_part(cfg: MPTConfig, backward: bool) -> dict[str, int]:
 def closed_by_part(cfg: MPTConfig, passes) -> dict[str, float]:
     """{part of the model: FLOPs of one sequence in some of matmuls.PASSES}, in closed form."""
     parts = {}
-    for part, flops_of_pass in matmuls.flops_by_pass(cfg).items():
+    for part, flops_of_pass in matmuls.flops_by_pass(cfg, TrainConfig()).items():
         parts[part] = S * sum(flops_of_pass[name] for name in passes)
     parts["attention"] = sum(parts.pop(part) for part in matmuls.ATTENTION)
     return parts
@@ -93,8 +85,8 @@ def test_every_part_of_a_step_is_what_torch_counts(more):
 @pytest.mark.parametrize("every", [1, 2])
 def test_full_checkpointing_does_all_again_but_the_last_matmul(every):
     cfg = small(kv_n_heads=3)
-    setup = TrainingSetup(activation_checkpointing="full", recompute_every=every)
-    assert count(cfg, setup).get_total_flops() == closed(cfg, setup)
+    train = TrainConfig(activation_checkpointing="full", recompute_every=every)
+    assert count(cfg, train).get_total_flops() == closed(cfg, train)
 
 
 def step_with_adapters(cfg: MPTConfig, train: TrainConfig, precision: str) -> int:
@@ -144,7 +136,7 @@ def test_a_step_with_adapters_is_what_torch_counts(targets, last, also, mode, ev
     )
     expected = S * matmuls.flops_of_run(cfg, train, recomputed=True)
     if mode == "selective":  # it keeps the output of fused attention, but not of the reference
-        first = flops.first_backward(cfg, flops.setup_of(train))
+        first = flops.first_backward(cfg, train)
         attention_forward = 2 * 2 * S * S * 48
         expected += attention_forward * sum(i % every == 0 for i in range(first, 3))
     assert step_with_adapters(cfg, train, "bf16" if last else "fp32") == expected
@@ -154,9 +146,8 @@ def test_the_mfu_of_a_run_counts_what_its_step_needs():
     """LLM Foundry's convention if all weights train; nothing that is recomputed counts."""
     cfg = small(kv_n_heads=2)
     full = TrainConfig(activation_checkpointing="full")
-    setup = flops.setup_of(full)
     assert matmuls.flops_of_run(cfg, full) == flops.train_flops_per_token(cfg)
-    assert matmuls.flops_of_run(cfg, full, recomputed=True) == flops.flops_of(cfg, setup=setup)[1]
+    assert matmuls.flops_of_run(cfg, full, recomputed=True) == flops.flops_of(cfg, train=full)[1]
 
     train = replace(full, init_from="base", lora_rank=4)
     plain = replace(train, activation_checkpointing="none")
@@ -164,26 +155,9 @@ def test_the_mfu_of_a_run_counts_what_its_step_needs():
     assert needed == matmuls.flops_of_run(cfg, plain)
     assert needed * S == step_with_adapters(replace(cfg, attn_impl="reference"), plain, "fp32")
     # Norms, biases and positions are among the parameters, but in no matmul.
-    convention, _ = flops.flops_of(cfg, setup=flops.setup_of(plain))
+    convention, _ = flops.flops_of(cfg, train=plain)
     assert needed == pytest.approx(convention, rel=0.1)
     assert matmuls.convention_of(train) != matmuls.convention_of(full) == flops.CONVENTION
-
-
-def test_a_frozen_model_with_a_prompt_that_trains_is_what_torch_counts():
-    def train_input(module, inputs, out):
-        return out.requires_grad_()
-
-    def prompt(model):
-        model.requires_grad_(False)
-        model.transformer.wte.register_forward_hook(train_input)
-
-    cfg = small()
-    setup = TrainingSetup(frozen=True)
-    counted = count(cfg, setup, change=prompt)
-    assert counted.get_total_flops() == closed(cfg, setup)
-    by_pass = matmuls.flops_by_pass(cfg, setup)
-    assert by_pass["MLP up"]["weight gradient"] == 0
-    assert by_pass["scores"]["input gradient"] > 0
 
 
 def test_the_loss_in_chunks_costs_what_the_logits_do():
@@ -192,7 +166,7 @@ def test_the_loss_in_chunks_costs_what_the_logits_do():
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         ids = torch.zeros(1, S, dtype=torch.int64)
         MPT(cfg)(ids, labels=ids).backward()
-    assert counter.get_total_flops() == closed(cfg, TrainingSetup())
+    assert counter.get_total_flops() == closed(cfg, TrainConfig())
 
 
 def test_the_program_prints_parts_and_passes(capsys):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slowly
 from tracing import live_bytes
 
 import config
@@ -81,41 +81,6 @@ def test_what_a_block_keeps_per_token():
     assert sum(gathered.values()) == 4 * d + (28 * d + 4 * heads + 16) // 4
 
 
-@pytest.mark.parametrize(
-    "mode, precision, tp, sequence_parallel, n_bytes",
-    [
-        ("full", "bf16", 1, False, 2 * 2048),
-        ("full", "bf16", 4, False, 2 * 2048),  # the whole input, on every rank
-        ("full", "bf16", 4, True, 2 * 2048 // 4),
-        # Its input 2; outputs of Wqkv 6, out_proj 2, up_proj 8, down_proj 2; attention 2, logsumexp
-        ("selective", "bf16", 1, False, 22 * 2048 + 4 * 16),
-        # Input, out_proj and down_proj 2 each; over tp: Wqkv 6, attention 2, up_proj 8, logsumexp
-        ("selective", "bf16", 4, False, 6 * 2048 + (16 * 2048 + 4 * 16) // 4),
-    ],
-)
-def test_what_a_recomputed_block_keeps_per_token(mode, precision, tp, sequence_parallel, n_bytes):
-    kept = memory.kept_if_recomputed(MPT_1B, mode, precision, tp, sequence_parallel)
-    assert kept == n_bytes
-
-
-@pytest.mark.parametrize(
-    "adapted, input_has_gradient, n_bytes",
-    [
-        (["Wqkv", "out_proj", "up_proj", "down_proj"], True, 32 * 2048 + 80),
-        # norm_1's input 2, Wqkv's output 6, attention's 2, norm_2's input 2, GELU's input 8
-        ([], True, 20 * 2048 + 80),
-        (["out_proj"], True, 20 * 2048 + 80),
-        (["down_proj"], True, 28 * 2048 + 80),
-        (["down_proj"], False, 8 * 2048),  # its input alone: no gradient passes GELU
-    ],
-)
-def test_what_a_frozen_block_keeps_per_token(adapted, input_has_gradient, n_bytes):
-    """A frozen layer keeps nothing; its adapter keeps its input. 80: the statistics."""
-    saved = memory.saved_by_block(MPT_1B)
-    kept = memory.saved_beside_adapters(saved, adapted, input_has_gradient)
-    assert sum(kept.values()) == n_bytes
-
-
 def test_a_step_of_mpt_1b_by_hand():
     """At the forward of the loss: 4 sequences of 2,048 tokens, 24 layers, no accumulation."""
     parts = moments(MPT_1B, run())["loss forward"]
@@ -137,19 +102,6 @@ def test_a_step_of_mpt_1b_by_hand():
     last_gathered = block  # its buffer is kept
     assert sharded["copies of the weights"] == 2 * outside_blocks + 2 * last_gathered
     assert sharded["blocks' activations"] == parts["blocks' activations"]
-
-
-def test_frozen_weights_are_bf16_in_bf16_and_adapters_take_16_bytes_a_parameter():
-    d = 2048
-    n_adapters = 24 * 8 * (4 * d + 2 * d + 5 * d + 5 * d)
-    vectors = 24 * 13 * d + 2 * d  # norms and biases
-    parts = moments(MPT_1B, run(**ADAPTERS))["update"]
-    assert parts["frozen weights"] == 2 * N_1B + 2 * vectors
-    assert sum(parts.values()) - parts["frozen weights"] == 16 * n_adapters
-    in_fp32 = moments(MPT_1B, run(**ADAPTERS), 1, "fp32")["update"]
-    assert in_fp32["frozen weights"] == 4 * N_1B
-    norms = moments(MPT_1B, run(**ADAPTERS, lora_train="norms"))["update"]
-    assert norms["weights, fp32"] == 4 * (n_adapters + 24 * 4 * d + 2 * d)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -245,35 +197,6 @@ def test_gradients_wait_for_the_next_microbatch():
     assert peak(MPT_1B, run(), 1, "fp32") > peak(MPT_1B, run())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_larger_run_takes_more_and_a_wider_layout_less(seed):
-    rng = random.Random(seed)
-    m, settings = random_case(rng)
-    precision = rng.choice(["bf16", "fp32"])
-    dp, tp, pp = rng.choice([2, 4]), rng.choice([1, 2]), rng.choice([1, 2])
-    layout = {"ranks": dp * tp * pp, "precision": precision}
-    cfg = TrainConfig(**settings, tp=tp, pp=pp)
-    base = peak(m, cfg, **layout)
-
-    for name in ("n_layers", "d_model", "max_seq_len", "vocab_size"):
-        larger = dataclasses.replace(m, **{name: 2 * getattr(m, name)})
-        assert peak(larger, cfg, **layout) > base, name
-    more = dataclasses.replace(cfg, microbatch_size=cfg.microbatch_size + 1)
-    assert peak(m, more, **layout) > base
-
-    double = {**layout, "ranks": 2 * layout["ranks"]}
-    assert peak(m, cfg, **double) <= base
-    deeper = dataclasses.replace(cfg, pp=2 * pp)
-    messages = 3 * memory.Rank(m, cfg, **layout).residual_bytes
-    assert peak(m, deeper, **double) <= base + messages
-    whole = dataclasses.replace(cfg, device="cpu")  # tensor ranks have no loss kernel either
-    cut = dataclasses.replace(whole, tp=2 * tp)
-    more_of_a_logit = memory.CHUNK_BYTES  # 8 bytes instead of 4 to 6
-    assert peak(m, cut, **double) <= peak(m, whole, **layout) + more_of_a_logit
-    less = dataclasses.replace(cut, sequence_parallel=True)
-    assert peak(m, less, **double) <= 1.1 * peak(m, cut, **double)  # it gathers in buffers
-
-
 # --------------------------------------------------------------------------------------------------
 # What fits
 
@@ -338,11 +261,6 @@ def test_the_chunks_are_those_of_the_loss():
     assert chunk == (loss.CHUNK_BYTES, loss.GPU_ROWS, loss.COLUMNS)
 
 
-def slow(*case):
-    """A row of a table that the quick tests leave out."""
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 def close(estimated, counted, rel: float, **tolerance) -> None:
     """Each moment's bytes are those that were counted.
 
@@ -385,14 +303,14 @@ COUNTED = [  # changes to the model, settings
         {"vocab_size": 4099, "tie_word_embeddings": False},
         {**TENSOR_4, **SELECTIVE, **GATHERS},
     ),
-    slow({"kv_n_heads": 2, "qk_ln": True}, {**TENSOR_2, **SELECTIVE, **GATHERS}),
-    slow({"no_bias": True, "clip_qkv": 6.0}, {**TENSOR_4, **FULL}),
-    slow({"kv_n_heads": 1}, {**TENSOR_4, **FULL, **GATHERS}),
-    slow({"norm_type": "layernorm"}, {**TENSOR_2, **GATHERS}),
-    slow({"vocab_size": 200_001}, {**TENSOR_2, **FULL, **GATHERS, "batch": 2}),
-    *[slow({}, {**EIGHT_BY_2, **mode, **GATHERS}) for mode in MODES[::2]],
+    slowly({"kv_n_heads": 2, "qk_ln": True}, {**TENSOR_2, **SELECTIVE, **GATHERS}),
+    slowly({"no_bias": True, "clip_qkv": 6.0}, {**TENSOR_4, **FULL}),
+    slowly({"kv_n_heads": 1}, {**TENSOR_4, **FULL, **GATHERS}),
+    slowly({"norm_type": "layernorm"}, {**TENSOR_2, **GATHERS}),
+    slowly({"vocab_size": 200_001}, {**TENSOR_2, **FULL, **GATHERS, "batch": 2}),
+    *[slowly({}, {**EIGHT_BY_2, **mode, **GATHERS}) for mode in MODES[::2]],
 ]
-IN_FP32 = [({}, {}), *[slow({}, {**EIGHT_BY_2, **mode}) for mode in MODES[1::2]]]
+IN_FP32 = [({}, {}), *[slowly({}, {**EIGHT_BY_2, **mode}) for mode in MODES[1::2]]]
 
 
 def agree(change, settings, precision="bf16", device="cpu"):
@@ -456,17 +374,17 @@ def test_with_few_tokens_gradients_on_their_way_to_other_ranks_are_the_most():
 STAGED = [
     ({}, {"microbatches": 6}),
     ({}, {"microbatches": 5, "ranks": 4, "sharding": "ZERO1", **FULL}),
-    slow({}, {"microbatches": 2, **FULL}),  # fewer microbatches than stages
-    slow(  # uneven stages
+    slowly({}, {"microbatches": 2, **FULL}),  # fewer microbatches than stages
+    slowly(  # uneven stages
         {"n_layers": 5, "tie_word_embeddings": False},
         {"microbatches": 4, "ranks": 2, "sharding": "FULL_SHARD", **FULL},
     ),
-    slow(
+    slowly(
         {"n_layers": 5, "no_bias": True},
         {"microbatches": 4, "ranks": 4, "sharding": "HYBRID_SHARD", "shard_size": 2, **SELECTIVE},
     ),
-    slow({"n_layers": 3}, {"microbatches": 4, "ranks": 2, "sharding": "DDP", **FULL}),
-    slow({}, {"microbatches": 4, "tp": 2, **GATHERS, **FULL}),
+    slowly({"n_layers": 3}, {"microbatches": 4, "ranks": 2, "sharding": "DDP", **FULL}),
+    slowly({}, {"microbatches": 4, "tp": 2, **GATHERS, **FULL}),
 ]
 
 
@@ -491,14 +409,14 @@ ADAPTED = [
     ({}, "bf16"),
     ({"lora_targets": "up_proj,Wqkv", **FULL}, "bf16"),
     ({"lora_last_blocks": 2, "lora_train": "norms,biases", **SELECTIVE}, "bf16"),
-    slow({"lora_targets": "Wqkv"}, "bf16"),
-    slow({"lora_targets": "out_proj", **FULL}, "bf16"),
-    slow({"lora_targets": "down_proj", **FULL}, "bf16"),
-    slow({"lora_targets": "up_proj", **SELECTIVE}, "bf16"),
-    slow({**FULL, "recompute_every": 2}, "bf16"),
-    slow({"lora_last_blocks": 2, "tp": 4, **FULL}, "bf16"),
-    *[slow({**mode, "ranks": 8, "shard_size": 4}, "bf16") for mode in MODES[::2]],
-    *[slow({**mode, "ranks": 8, "shard_size": 4}, "fp32") for mode in MODES[1::2]],
+    slowly({"lora_targets": "Wqkv"}, "bf16"),
+    slowly({"lora_targets": "out_proj", **FULL}, "bf16"),
+    slowly({"lora_targets": "down_proj", **FULL}, "bf16"),
+    slowly({"lora_targets": "up_proj", **SELECTIVE}, "bf16"),
+    slowly({**FULL, "recompute_every": 2}, "bf16"),
+    slowly({"lora_last_blocks": 2, "tp": 4, **FULL}, "bf16"),
+    *[slowly({**mode, "ranks": 8, "shard_size": 4}, "bf16") for mode in MODES[::2]],
+    *[slowly({**mode, "ranks": 8, "shard_size": 4}, "fp32") for mode in MODES[1::2]],
 ]
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from conftest import slowly
 from tracing.live_bytes import two_steps
 from tracing.tracer import Tracer
 
@@ -15,7 +16,6 @@ from planning.step_time import Constants, StepTime
 from program import UserError
 
 A100 = devices.by_name("a100")
-MI250 = devices.by_name("mi250")
 M = MPTConfig(d_model=1024, n_heads=16, n_layers=8, max_seq_len=512, vocab_size=4096)
 BLOCKS = 8 * 12 * 1024**2  # weights of the matmuls
 EASY = replace(Constants(), tile=0.0, hop=0.0, overlap=1.0, copy_bytes=0.0)
@@ -61,7 +61,7 @@ def test_traffic_of_adapters_by_hand():
 
     def step(devices=1, stage=None, **more) -> StepTime:
         cfg = run(**adapters, **more)
-        fleet = Fleet(A100, devices, tp=cfg.tp, pp=cfg.pp)
+        fleet = Fleet(A100, devices)
         return StepTime(M, cfg, fleet, EASY, stage=stage)
 
     assert step().adapter_bytes() == 12 * ends
@@ -69,12 +69,7 @@ def test_traffic_of_adapters_by_hand():
     without = StepTime(M, run(), Fleet(A100), plain).memory()
     seconds = tokens * 12 * ends / 2039e9
     assert step().memory() == pytest.approx(without + seconds)
-    # Each block's forward again: x is read for A; B's product is written and added.
-    again = 8 * (7 + 4 * 9) * 1024
-    assert step(activation_checkpointing="full").adapter_bytes() == 12 * ends + 2 * again
     assert step(lora_last_blocks=2).adapter_bytes() == 12 * ends / 4
-    assert step(lora_targets="Wqkv").adapter_bytes() == 12 * ends / 4
-    assert step(2, stage=0, pp=2).adapter_bytes() == 12 * ends / 2
     cut = 8 * (1 + 3 / 2 + 1 / 2 + 1 + 1 + 4 / 2 + 4 / 2 + 1) * 1024
     assert step(2, tp=2).adapter_bytes() == 12 * cut
     assert step(2, tp=2).n_trained == 8 * cut
@@ -117,7 +112,7 @@ def test_small_matmuls_are_slower():
     # Two tensor ranks halve one side of each, not both: half the work, not half the waste.
     sides = 8 * ((1 + 3 / 2) + (1 / 2 + 1) + (1 + 2) + (2 + 1)) + (1 + 2)
     halves = seconds * (1 / 2 + sides / 2 / weights)
-    assert StepTime(M, run(), Fleet(A100, 2, tp=2), c).matmuls() == pytest.approx(halves)
+    assert StepTime(M, run(tp=2), Fleet(A100, 2), c).matmuls() == pytest.approx(halves)
 
 
 def test_what_data_parallel_modes_send():
@@ -135,7 +130,7 @@ def test_what_data_parallel_modes_send():
 
 def test_hybrid_sharding_stays_in_a_node_but_for_gradients():
     fleet = Fleet(A100, 16, 8, network_gbs=50)
-    step = StepTime(M, run(sharding="HYBRID_SHARD", batch=64), fleet, EASY)
+    step = StepTime(M, run(sharding="HYBRID_SHARD", shard_size=8, batch=64), fleet, EASY)
     assert step.shard_ranks == 8
     assert step.traffic() == pytest.approx((2 + 2 + 4) * step.n_params * 7 / 8 / (300e9 * 0.7))
     # Eight rings, one for each device of a node, share its 50 GB/s. Each all-reduces an eighth.
@@ -146,7 +141,7 @@ def test_a_ring_goes_at_the_speed_of_its_slowest_link():
     inside, across = Fleet(A100, 8, 8, 100), Fleet(A100, 16, 8, 100)
     assert inside.bandwidth(8, 1) == 300e9
     assert across.bandwidth(16, 1) == 100e9  # one ring through all: it has the network alone
-    four_rings = Fleet(A100, 16, 8, 100, tp=4)  # with two ranks of each in a node
+    four_rings = Fleet(A100, 16, 8, 100)  # with two ranks of each in a node
     assert four_rings.bandwidth(4, 4) == 25e9
     assert replace(across, network_gbs=4000).bandwidth(16, 1) == 300e9
     latency = StepTime(M, run(), Fleet(A100, 8), replace(EASY, hop=1e-6)).ring(0, 8, 1, calls=3)
@@ -158,8 +153,8 @@ WITHOUT_LOGITS = replace(M, vocab_size=1)  # so that all stages are equally fast
 
 def staged(m, batch, pp, **more) -> dict:
     """The seconds of a step by part, of microbatches of 1, on links that take no time."""
-    fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp, pp=pp)
-    return StepTime(m, run(batch, 1, sharding="ZERO1", **more), fleet, EASY).parts()
+    fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp)
+    return StepTime(m, run(batch, 1, sharding="ZERO1", pp=pp, **more), fleet, EASY).parts()
 
 
 def test_the_bubble():
@@ -191,21 +186,22 @@ def test_the_slowest_stage_sets_the_pace():
 def test_stages_send_hidden_states_one_way_and_gradients_the_other():
     """4 GCDs of different nodes share the network of their node with 7 others each."""
     stream = 2 * 4 * 512 * 1024  # bytes: microbatch x tokens x d_model in bf16
-    fleet = Fleet(A100, 32, 8, network_gbs=50, pp=4)
-    step = StepTime(M, run(batch=32), fleet, EASY, stage=1)
+    fleet = Fleet(A100, 32, 8, network_gbs=50)
+    cfg = run(batch=32, pp=4)
+    step = StepTime(M, cfg, fleet, EASY, stage=1)
     assert step.bytes_to_stages() == 2 * stream
     assert step.stages() == pytest.approx(2 * stream / (50e9 / 8 * 0.7))
-    assert StepTime(M, run(batch=32), fleet, EASY, stage=0).bytes_to_stages() == stream
+    assert StepTime(M, cfg, fleet, EASY, stage=0).bytes_to_stages() == stream
     assert StepTime(M, run(), Fleet(A100), EASY).stages() == 0
 
 
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():
     """And one each for the embedding, in fp32 as long as nothing is sharded, and for the loss."""
     stream = 2 * 4 * 512 * 1024
-    step = StepTime(M, run(), Fleet(A100, 4, tp=4), EASY)
+    step = StepTime(M, run(tp=4), Fleet(A100, 4), EASY)
     all_reduces = 8 * 4 + 2 + 1
     assert step.tensor() == pytest.approx(all_reduces * 2 * stream * 3 / 4 / (300e9 * 0.7))
-    sharded = StepTime(M, run(), Fleet(A100, 8, tp=4), EASY)
+    sharded = StepTime(M, run(tp=4), Fleet(A100, 8), EASY)
     assert sharded.tensor_traffic() == {stream: 2 * (8 * 4 + 2)}
 
 
@@ -231,82 +227,48 @@ def traced(m, cfg, ranks, stage=0) -> tuple[float, int, int]:
     return flops, sent, to_stages
 
 
-SPLITS = [  # tp, data-parallel ranks, checkpointing, sequence parallelism, changes to the model
-    (2, 1, "selective", True, {"kv_n_heads": 1, "qk_ln": True}),
-    (4, 2, "full", False, {"kv_n_heads": 4, "vocab_size": 1027}),
-    pytest.param(4, 1, "none", False, {"qk_ln": True}, marks=pytest.mark.slow),
-    pytest.param(2, 2, "none", True, {"kv_n_heads": 1}, marks=pytest.mark.slow),
+BLOCK = {"d_model": 128, "n_heads": 8, "vocab_size": 1024, "max_seq_len": 64, "attn_impl": "sdpa"}
+GATHERS = {"sequence_parallel": True}
+AGAIN = {mode: {"activation_checkpointing": mode} for mode in ("none", "selective", "full")}
+SPLITS = [  # tp, data-parallel ranks, stages and which one, layers, settings, changes to the model
+    (2, 1, 1, 0, 3, {**AGAIN["selective"], **GATHERS}, {"kv_n_heads": 1, "qk_ln": True}),
+    (4, 2, 1, 0, 3, AGAIN["full"], {"kv_n_heads": 4, "vocab_size": 1027}),
+    (1, 2, 3, 1, 4, AGAIN["selective"], {}),
+    (2, 1, 3, 1, 5, {**AGAIN["selective"], **GATHERS}, {}),
+    slowly(4, 1, 1, 0, 3, AGAIN["none"], {"qk_ln": True}),
+    slowly(2, 2, 1, 0, 3, {**AGAIN["none"], **GATHERS}, {"kv_n_heads": 1}),
+    slowly(2, 3, 3, 0, 5, AGAIN["selective"], {}),
+    slowly(2, 1, 3, 2, 5, {**AGAIN["selective"], **GATHERS}, {}),
 ]
 
 
-@pytest.mark.parametrize("tp, dp, checkpointing, sequence_parallel, change", SPLITS)
-def test_a_tensor_rank_computes_and_sends_what_is_predicted(
-    tp, dp, checkpointing, sequence_parallel, change
-):
-    """A real step on fake tensors."""
-    m = MPTConfig(
-        d_model=128, n_heads=8, n_layers=3, vocab_size=1024, max_seq_len=64, attn_impl="sdpa"
-    )
-    m = replace(m, **change)
-    cfg = run(
-        batch=4 * dp,
-        device="cpu",
-        tp=tp,
-        activation_checkpointing=checkpointing,
-        sequence_parallel=sequence_parallel,
-    )
-    flops, sent, _ = traced(m, cfg, tp * dp)
-    step = StepTime(m, cfg, Fleet(A100, tp * dp, tp=tp))
-    assert step.microbatches == 1
-    assert 2 * step.matmul_flops() == pytest.approx(flops, rel=0.03)
-    predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
-    assert 2 * predicted == pytest.approx(sent, rel=0.03)
+@pytest.mark.parametrize("tp, dp, pp, stage, layers, settings, change", SPLITS)
+def test_a_rank_computes_and_sends_what_is_predicted(tp, dp, pp, stage, layers, settings, change):
+    """Two real steps on fake tensors, of two microbatches each if there are stages."""
+    m = MPTConfig(**{**BLOCK, "n_layers": layers, **change})
+    batch = (8 if pp > 1 else 4) * dp
+    cfg = run(batch=batch, device="cpu", tp=tp, pp=pp, **settings)
+    ranks = tp * dp * pp
+    flops, sent, to_stages = traced(m, cfg, ranks, stage)
+    step = StepTime(m, cfg, Fleet(A100, ranks), stage=stage)
+    n = 2 * step.microbatches
+    assert n == (4 if pp > 1 else 2)
+    assert n * step.matmul_flops() == pytest.approx(flops, rel=0.03)
+    assert pp == 1 or n * step.bytes_to_stages() == to_stages
+    if tp > 1:
+        predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
+        assert n * predicted == pytest.approx(sent, rel=0.03)
 
 
 def test_blocks_below_the_first_adapter_send_nothing_backward():
     """A real step on fake tensors, with adapters on the last of three blocks."""
-    shape = {"d_model": 128, "n_heads": 8, "n_layers": 3, "vocab_size": 1024, "max_seq_len": 64}
-    m = MPTConfig(**shape, attn_impl="sdpa")
+    m = MPTConfig(**BLOCK, n_layers=3)
     lora = {"lora_rank": 1, "lora_last_blocks": 1, "init_from": "x"}
     cfg = run(batch=4, device="cpu", tp=2, activation_checkpointing="full", **lora)
     _, sent, _ = traced(m, cfg, 2)
-    step = StepTime(m, cfg, Fleet(A100, 2, tp=2))
+    step = StepTime(m, cfg, Fleet(A100, 2))
     predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
     assert 2 * predicted == pytest.approx(sent, rel=0.05)
-
-
-STAGES = [  # tp, data-parallel ranks, sequence parallelism, layers, the stage
-    (1, 2, False, 4, 1),
-    (2, 1, True, 5, 1),
-    pytest.param(2, 3, False, 5, 0, marks=pytest.mark.slow),
-    pytest.param(2, 1, True, 5, 2, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("tp, dp, sequence_parallel, layers, stage", STAGES)
-def test_a_stage_computes_and_sends_what_is_predicted(tp, dp, sequence_parallel, layers, stage):
-    """A real step of two microbatches on fake tensors, on one of three stages."""
-    m = MPTConfig(
-        d_model=128, n_heads=8, n_layers=layers, vocab_size=1024, max_seq_len=64, attn_impl="sdpa"
-    )
-    cfg = run(
-        batch=8 * dp,
-        device="cpu",
-        tp=tp,
-        pp=3,
-        activation_checkpointing="selective",
-        sequence_parallel=sequence_parallel,
-    )
-    ranks = tp * dp * 3
-    flops, sent, to_stages = traced(m, cfg, ranks, stage)
-    step = StepTime(m, cfg, Fleet(A100, ranks, tp=tp, pp=3), stage=stage)
-    n = 2 * step.microbatches  # of two steps
-    assert n == 4
-    assert n * step.matmul_flops() == pytest.approx(flops, rel=0.03)
-    assert n * step.bytes_to_stages() == to_stages
-    if tp > 1:
-        predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
-        assert n * predicted == pytest.approx(sent, rel=0.03)
 
 
 def test_many_nodes_leave_each_other_less_of_the_network():
@@ -318,25 +280,23 @@ def test_many_nodes_leave_each_other_less_of_the_network():
 
 
 def test_sequence_parallelism_divides_the_memory_traffic_of_norms():
-    fleet = Fleet(A100, 4, tp=4)
-    whole = StepTime(M, run(), fleet, EASY)
-    divided = StepTime(M, run(sequence_parallel=True), fleet, EASY)
+    fleet = Fleet(A100, 4)
+    whole = StepTime(M, run(tp=4), fleet, EASY)
+    divided = StepTime(M, run(tp=4, sequence_parallel=True), fleet, EASY)
     norms = 4 * 512 * 8 * 1024 * EASY.block_bytes * 32.2 / 42.25 / 3
     assert whole.memory() - divided.memory() == pytest.approx(norms * 3 / 4 / 2039e9)
     assert whole.tensor() == divided.tensor()
 
 
 @pytest.mark.parametrize(
-    "fleet, cfg, words",
+    "n, cfg, words",
     [
-        ({"devices": 6, "tp": 4}, {}, "devices 6 is not a multiple of tp 4 x pp 1 = 4"),
-        ({"devices": 3, "tp": 3}, {}, "tp 3 does not divide n_heads 16: tp can be 1, 2, 4, 8, 16"),
-        ({}, {"sequence_parallel": True}, "sequence_parallel needs tensor ranks: set --tp=2"),
-        ({"devices": 3}, {}, "set --global_batch_size=15 or 18"),
-        ({"devices": 9, "pp": 9}, {}, "pp 9 is more than n_layers 8: set --pp=8"),
-        ({}, {"microbatch_size": "auto"}, "give a number here"),
+        (6, {"tp": 4}, "devices 6 is not a multiple of tp 4 x pp 1 = 4: set --devices=4 or 8"),
+        (16, {"tp": 16}, "tp 16 does not divide the 8 devices of a node"),
+        (1, {"microbatch_size": "auto"}, "give a number here"),
     ],
 )
-def test_mistakes_are_told(fleet, cfg, words):
+def test_mistakes_are_told(n, cfg, words):
+    """Others: test_memory.py."""
     with pytest.raises(UserError, match=re.escape(words)):
-        StepTime(M, replace(run(), **cfg), Fleet(**{"device": A100, **fleet}))
+        StepTime(M, replace(run(), **cfg), Fleet(A100, n))
