@@ -13,8 +13,6 @@
 `processes.run` does the same for a program of many ranks. A program with settings reads argv by
 `config.load`, which asks this file what the text of a flag means, and for --help; one without
 settings reads it by `arguments`.
-
-Run `python program.py A` to see a user error.
 """
 
 import contextlib
@@ -263,20 +261,20 @@ def alternatives(hint) -> tuple:
     return typing.get_args(hint) if is_union else (hint,)
 
 
+WORDS = {"none": None} | dict.fromkeys(["true", "1", "yes"], True)
+WORDS |= dict.fromkeys(["false", "0", "no"], False)
+
+
 def parse(text: str, hint):
     """The text of a flag as the Python value that a config file would hold.
 
     Text that does not fit `hint` is returned as it is; `checked` then reports it.
     """
     options = alternatives(hint)
-    lower = text.lower()
-    if lower == "none" and type(None) in options:
-        return None
-    if bool in options and lower in ("true", "false", "1", "0", "yes", "no"):
-        return lower in ("true", "1", "yes")
-    if int in options or float in options:
-        return parse_number(text)
-    return text
+    word = WORDS.get(text.lower(), text)
+    if type(word) in options:
+        return word
+    return parse_number(text) if int in options or float in options else text
 
 
 def parse_number(text: str):
@@ -350,36 +348,61 @@ def expected(hint) -> str:
 # Exit
 
 
+def print_error(words, head: str = "error") -> None:
+    """Print `head: words` on standard error. If that fails, the exit status has to be enough."""
+    with contextlib.suppress(OSError):
+        # The newline in the same write: other ranks may print to the same file at this moment.
+        print(f"{head}: {words}\n", end="", file=sys.stderr, flush=True)
+
+
 def run(main) -> None:
     """Call `main(argv)`, then exit with a status from the table above.
 
-    A UserError or OSError is one line, and so is a lack of memory. Any other exception is a bug and
-    propagates. The program is no rank, whatever a launcher has left in the environment.
+    Any exception that is not a `user_error` is a bug and propagates. The program is no rank,
+    whatever a launcher has left in the environment.
     """
     for name in (*OF_TORCHRUN, *OF_SRUN, *OF_MPI):
         os.environ.pop(name, None)  # nor are the processes that it starts
-    status = 0
     escape_unprintable()
+    status = flushed(status_of(main))
+    gc.freeze()  # the last garbage collection would visit every object of torch: half a second
+    sys.exit(status)
+
+
+def status_of(main, tell=print_error) -> int:
+    """Call `main(argv)`; returns the exit status. Raises what is no error of the user.
+
+    tell: is called with an error of the user, to print its line.
+    """
     try:
         main(sys.argv[1:])
-    except SystemExit as error:
-        status = error.code
-    except BrokenPipeError:
-        status = 141
-    except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-        print_error(error)
-        status = getattr(error, "status", 2)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        print_error(memory_line(error))
-        status = 2
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
-        status = 130
-    status = flushed(status)
-    gc.freeze()  # the last garbage collection would visit every object of torch: half a second
-    if status:
-        sys.exit(status)
+        return 130
+    except BrokenPipeError:  # whatever read our output has exited
+        return 141
+    except Exception as error:
+        mistake = user_error(error)
+        if mistake is None:
+            raise
+        tell(mistake)
+        return getattr(mistake, "status", 2)
+    return 0
+
+
+def user_error(error: BaseException) -> BaseException | None:
+    """The error as one that the user can fix, with exit status 2. None if it is not one."""
+    if isinstance(error, UserError | OSError):  # OSError: a full disk, a missing permission
+        return error
+    if out_of_memory(error):
+        return UserError(memory_line(error))
+    if "Duplicate GPU detected" in str(error):  # by NCCL
+        return UserError(
+            "two ranks use one GPU: start one rank per GPU (--nproc_per_node), or show each rank "
+            "its own (--gpus-per-task=1)"
+        )
+    return None
 
 
 def escape_unprintable() -> None:
@@ -399,7 +422,7 @@ def flushed(status):
     or 2 (the disk is full). A status other than 0 is right even if its error cannot be printed.
     """
     try:
-        for stream in open_streams():
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
             stream.flush()
     except BrokenPipeError:
         silence()
@@ -414,20 +437,8 @@ def flushed(status):
 def silence() -> None:
     """Send further output to /dev/null. Otherwise the interpreter's own flush at exit fails too."""
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in open_streams():
-        os.dup2(null, stream.fileno())
-
-
-def open_streams() -> list:
-    """Standard output and error; one that the caller closed, as by `>&-`, is None in Python."""
-    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
-
-
-def print_error(words, head: str = "error") -> None:
-    """Print `head: words` on standard error. If that fails, the exit status has to be enough."""
-    with contextlib.suppress(OSError):
-        # The newline in the same write: other ranks may print to the same file at this moment.
-        print(f"{head}: {words}\n", end="", file=sys.stderr, flush=True)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 
 
 @functools.cache
@@ -438,15 +449,8 @@ def say_once(head: str, words: str) -> None:
 
 
 def shown(value) -> str:
-    """A value as messages show it, at most 80 characters.
-
-    Python refuses to print whole numbers of more than 4,300 digits; those show their length.
-    """
-    if type(value) is not int:
-        return repr(value)[:80]
-    if abs(value) < 10**60:
-        return f"{value:,}"
-    return f"a number of {math.log10(abs(value)):.0f} digits"
+    """A value as messages show it, at most 80 characters."""
+    return (f"{value:,}" if type(value) is int else repr(value))[:80]
 
 
 def table(heads, rows) -> str:
@@ -531,12 +535,3 @@ def end(words: str) -> None:
 def whoami(rank: int) -> str:
     """This process in a message. rank: its global rank."""
     return f"rank {rank} (process {os.getpid()} on {platform.node()})"
-
-
-def demonstrate(argv: list[str]) -> None:
-    """Take two arguments and print them."""
-    print(f"two arguments: {arguments(argv, 'A B')}")
-
-
-if __name__ == "__main__":
-    run(demonstrate)

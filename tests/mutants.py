@@ -303,8 +303,8 @@ lifecycle/watchdog.py: lifecycle/test_watchdog.py
 
 a user error ends with the exit status of a bug
 program.py: test_program.py
-- status = getattr(error, "status", 2)
-+ status = 1
+- return getattr(mistake, "status", 2)
++ return 1
 
 settings whose names are misspelled are ignored
 config.py: test_config.py
