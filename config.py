@@ -336,7 +336,7 @@ class TrainConfig:
     icl_interval: int = 0  # in-context learning: steps between runs of icl_tasks (0 = never)
     icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see evaluation/tasks.py
     icl_limit: int = 0  # items of each task, at most (0 = all)
-    expect: str = ""  # what a good run ends with: printed beside the result of these settings
+    expect: str = ""  # what a run of this file alone ends with: printed beside the result
     # --- saving
     run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
@@ -469,17 +469,6 @@ FOREIGN_NAMES = {
 # either; we write only the new one.
 RENAMED = {"checkpoint_every": "recompute_every"}
 
-# Settings that change how a run computes, reports and saves, and not what it learns: with other
-# values than a config file's, the result to which its `expect` refers is the same, up to chance.
-SAME_RESULT = set(
-    """
-    seed attn_impl data_dir data_cache data_cache_gb microbatch_size device precision sharding tp
-    sequence_parallel pp shard_size activation_checkpointing recompute_every compile peak_tflops
-    eval_interval icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last
-    keep_every remote track resume max_bad_steps timeout_minutes
-    """.split()
-)
-
 # Keys that a checkpoint saves beside its settings.
 OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer", "base", "base_fingerprint"}
 
@@ -532,13 +521,9 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
 
     of_a_run = types_of(MPTConfig, TrainConfig).keys()  # this program may have fewer
     sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
-    defaults = {field.name: field.default for cls in classes for field in dataclasses.fields(cls)}
     values = {}
-    for settings in [*sources, flags]:
-        before = defaults | values
-        changed = {key for key in settings if settings[key] != before[key]}
-        if changed & (of_a_run - SAME_RESULT):
-            values.pop("expect", None)  # of the settings before
+    for settings in filter(None, [*sources, flags]):
+        values.pop("expect", None)  # of the settings before
         for name, other in (("dataset", "mix"), ("mix", "dataset")):
             if settings.get(name):
                 values.pop(other, None)  # one replaces the other
