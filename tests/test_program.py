@@ -143,25 +143,17 @@ def test_without_its_arguments_a_program_says_what_it_needs(name, forked):
 # A command -> the missing file or folder that its error must name.
 READERS = {
     "generate.py nowhere": "nowhere",
-    "generate.py nowhere/checkpoints/step-3": "nowhere",
-    "weights.hf export nowhere out": "nowhere",
     "weights.hf import nowhere out": "nowhere",
     "lifecycle.plot nowhere": "nowhere",
     "lifecycle.runlog nowhere": "nowhere",
     "lifecycle.resume nowhere": "nowhere",
-    "lifecycle.lease nowhere": "nowhere",
-    "lifecycle.microbatch nowhere": "nowhere",
     "evaluation nowhere --tasks={words}": "nowhere",
-    "evaluation.tasks nowhere.txt out.jsonl": "nowhere.txt",
     "weights.tensor_files nowhere": "nowhere",
     "weights.hf_config nowhere": "nowhere",
     "text.shards nowhere.bin": "nowhere.bin",
-    "storage.files nowhere.json": "nowhere.json",
     "bench compare nowhere.csv": "nowhere.csv",
-    "bench night_report nowhere": "nowhere",
     "planning.calibrate nowhere.csv --device=mi250": "nowhere.csv",
     "plan.py --device=mi250 --calibrate=nowhere.json": "nowhere.json",
-    "text.corpus nowhere.txt": "nowhere.txt",
     "text.tokenizer nowhere/tokenizer.json": "nowhere/tokenizer.json",
     "fsdp_train.py configs/nowhere.py": "nowhere.py",
     "fsdp_train.py --init_from=nowhere --data_dir={data}": "nowhere",
@@ -242,26 +234,18 @@ STEP = "{S}_STEP_ID=0 {S}_PROCID=3 {S}_LOCALID=1 {S}_NTASKS=4 {S}_NNODES=2"
     [
         ("", (0, 1, 0, 1)),
         ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", (3, 4, 1, 2)),
-        ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1", (3, 4, 1, 1)),  # a launcher of one's own
         (f"RANK=0 WORLD_SIZE=2 {STEP} OMPI_COMM_WORLD_SIZE=x", (0, 2, 0, 1)),  # torchrun in a step
         (STEP, (3, 4, 1, 2)),
         ("{S}_STEP_ID=0 {S}_PROCID=0 {S}_NTASKS=4 {S}_STEP_NUM_TASKS=1", (0, 1, 0, 1)),
         ("{S}_PROCID=1", (0, 1, 0, 1)),  # left in a shell
-        ("{S}_NTASKS=4", (0, 1, 0, 1)),  # a shell of salloc
         ("LOCAL_RANK=3 LOCAL_WORLD_SIZE=x MASTER_PORT=", (0, 1, 0, 1)),
-        ("RANK=", "RANK=''"),
         ("RANK=1", "RANK=1"),
-        ("RANK=-1 WORLD_SIZE=2", "RANK='-1'"),
         ("RANK=4 WORLD_SIZE=4", "RANK=4, WORLD_SIZE=4"),
-        ("RANK=0 WORLD_SIZE=two", "WORLD_SIZE='two'"),
         ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK=2"),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=4"),
         ("WORLD_SIZE=4", "WORLD_SIZE=4: start with srun or torchrun"),
         ("{S}_PROCID=0 {S}_LOCALID=0 {S}_NTASKS=4", "SLURM_NTASKS=4: start with srun or torchrun"),
         ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2: start with srun or torchrun"),
-        ("PMI_SIZE=", "PMI_SIZE=''"),
         ("{S}_STEP_ID=0 {S}_PROCID=0 {S}_NTASKS=2", "SLURM_LOCALID is not set"),
-        (f"{STEP} {{S}}_STEP_NUM_TASKS=", "SLURM_STEP_NUM_TASKS=''"),
         (f"{STEP} {{S}}_STEP_NUM_TASKS=3", "SLURM_PROCID=3"),
     ],
 )
