@@ -183,13 +183,10 @@ class MPTConfig:
 
     def check_tensor_ranks(self, tp: int, sequence_parallel: bool) -> None:
         """Raise UserError if the model cannot be cut for `tp` tensor ranks."""
-        possible = self.tensor_ranks
-        if tp not in possible:
-            name, heads = "n_heads", self.n_heads
-            if heads % tp == 0:
-                name, heads = "kv_n_heads", self.n_kv_heads
-            fix = f"tp can be {', '.join(map(str, possible))}"
-            raise UserError(f"tp {tp} does not divide {name} {heads}: {fix}")
+        name = "kv_n_heads" if self.n_heads % tp == 0 else "n_heads"
+        fix = f"tp can be {', '.join(map(str, self.tensor_ranks))}"
+        problem = f"tp {tp} does not divide {name} {getattr(self, name)}"
+        require(tp in self.tensor_ranks, f"{problem}: {fix}")
         if not sequence_parallel:
             return
         require(tp > 1, "sequence_parallel needs tensor ranks: set --tp=2")
@@ -500,9 +497,8 @@ def nearest(word: str, known) -> str | None:
 def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     """Fill `classes` from defaults < config files < flags, and check them. Returns the instances.
 
-    argv: config files and flags in any order: `--key=value`, `--key value`, or `--key` alone, which
-        sets a switch to true. Of two files, or two flags, the later one wins. A list grows each
-        time its flag is given.
+    argv: files and flags in any order. Of two files, or two flags, the later one wins; a list grows
+        with each flag.
     takes: what the program takes in place of config files, as in `program.arguments`: "RUN",
         "FILE OUT". Those arguments come first in the result.
 
@@ -514,10 +510,10 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     argv = joined(argv, *classes)
     paths = [word for word in argv if not word.startswith("-")]
     flags = known(values_of(argv, hints), hints, "the command line")
-    result = []
+    taken = []
     if takes is not None:
         more = "[--key=value ...] (--help lists the settings)"
-        result, paths = [program.arguments(paths, takes, more)], []
+        taken, paths = [program.arguments(paths, takes, more)], []
 
     of_a_run = types_of(MPTConfig, TrainConfig).keys()  # this program may have fewer
     sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
@@ -528,7 +524,7 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
             if settings.get(name):
                 values.pop(other, None)  # one replaces the other
         values |= settings
-    return result + [filled(cls, values) for cls in classes]
+    return taken + [filled(cls, values) for cls in classes]
 
 
 def joined(argv: list[str], *classes: type) -> list[str]:

@@ -215,11 +215,7 @@ def show_help(settings: str = "") -> None:
 
 def types_of(*classes: type) -> dict:
     """Field name -> type, over all these dataclasses."""
-    hints = {}
-    for cls in classes:
-        of_class = typing.get_type_hints(cls)
-        hints |= {field.name: of_class[field.name] for field in dataclasses.fields(cls)}
-    return hints
+    return {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
 
 
 def settings_help(*classes: type, files: bool = True) -> str:
@@ -315,22 +311,18 @@ def expanded(value):
 def convert(value, option):
     """`value` converted to one member of a union type, or NO_MATCH. A bool is not a number."""
     if typing.get_origin(option) is Literal:
-        for choice in typing.get_args(option):
-            if isinstance(value, str) and value.lower() == choice.lower():
-                return choice
-        return NO_MATCH
+        choices = {choice.lower(): choice for choice in typing.get_args(option)}
+        return choices.get(str(value).lower(), NO_MATCH)
     if option == list[str]:
         is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
         return value if is_list else NO_MATCH
-
-    if option is not bool and isinstance(value, bool):
-        return NO_MATCH
-    if option is float:
-        is_number = isinstance(value, int | float)
-        finite = is_number and abs(value) <= sys.float_info.max  # false for NaN and huge integers
+    if isinstance(value, bool):
+        return value if option is bool else NO_MATCH
+    if option is float and isinstance(value, int | float):
+        finite = abs(value) <= sys.float_info.max  # false for NaN and huge integers
         return float(value) if finite else NO_MATCH
-    if option is int and isinstance(value, float):
-        return int(value) if value.is_integer() else NO_MATCH
+    if option is int and isinstance(value, float) and value.is_integer():
+        return int(value)
     return value if isinstance(value, option) else NO_MATCH
 
 
