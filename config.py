@@ -84,7 +84,6 @@ RANGES = {
     ]
     for name in names.split()
 }
-MAX_PARAMETERS = 10**13
 
 # --------------------------------------------------------------------------------------------------
 # The model
@@ -172,8 +171,7 @@ class MPTConfig:
         require(self.hidden_dim > 0, no_width)
         block = sum(n_out * n_in for n_out, n_in in self.linear_layers().values())
         size = self.n_layers * block + self.vocab_size * d_model
-        most = MAX_PARAMETERS
-        require(size <= most, f"the model has {size:.0e} parameters, expected at most {most:.0e}")
+        require(size <= 1e13, f"the model has {size:.0e} parameters, expected at most 1e+13")
 
     @property
     def tensor_ranks(self) -> list[int]:

@@ -92,12 +92,6 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
 
 
-def memory_line(error: BaseException) -> str:
-    """What to say of an error that is about memory, outside of a training step."""
-    fix = "use a smaller model or batch, more devices, or a device that no other program uses"
-    return f"out of memory ({one_line(error)}): {fix}"
-
-
 # --------------------------------------------------------------------------------------------------
 # The launcher's variables
 
@@ -388,7 +382,10 @@ def user_error(error: BaseException) -> BaseException | None:
     if isinstance(error, UserError | OSError):  # OSError: a full disk, a missing permission
         return error
     if out_of_memory(error):
-        return UserError(memory_line(error))
+        return UserError(
+            f"out of memory ({one_line(error)}): use a smaller model or batch, more devices, or a "
+            "device that no other program uses"
+        )
     if "Duplicate GPU detected" in str(error):  # by NCCL
         return UserError(
             "two ranks use one GPU: start one rank per GPU (--nproc_per_node), or show each rank "
