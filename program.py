@@ -251,8 +251,7 @@ def alternatives(hint) -> tuple:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-WORDS = {"none": None} | dict.fromkeys(["true", "1", "yes"], True)
-WORDS |= dict.fromkeys(["false", "0", "no"], False)
+TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def parse(text: str, hint):
@@ -261,7 +260,7 @@ def parse(text: str, hint):
     Text that does not fit `hint` is returned as it is; `checked` then reports it.
     """
     options = alternatives(hint)
-    word = WORDS.get(text.lower(), text)
+    word = ({"none": None} | TRUTHS).get(text.lower(), text)
     if type(word) in options:
         return word
     return parse_number(text) if int in options or float in options else text
