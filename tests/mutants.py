@@ -138,7 +138,7 @@ parallel.py: test_parallel.py::test_dropout_depends_on_seed_step_and_rank_alone
 
 each rank clips by the norm of its own shard
 parallel.py: test_parallel.py::test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one
-- dist.all_reduce(squares, group=mesh.get_group(dim))
+- dist.all_reduce(total, group=group)
 + pass
 
 Wqkv is cut as if its rows were of one kind: a rank gets keys where its queries belong
