@@ -374,21 +374,6 @@ def test_a_full_disk(ranks, disk, size):
     assert "0.00 GB are free there" in failures(ranks, size, disk / "run", filled, disk)
 
 
-def save_much(world, folder):
-    """A weight larger than any buffer, so that the disk is full in the middle of it."""
-    path = folder / "step-1"
-    checkpoint.prepare(path, META)
-    state = {"model": {"weight": torch.ones(1000, 10_000)}}
-    with pytest.raises(dcp.CheckpointException) as error:
-        dcp.save(state, storage_writer=checkpoint.Writer(path))
-    return checkpoint.reason_of(error.value)
-
-
-def test_a_disk_that_is_full_in_the_middle_of_a_weight_is_named(ranks, disk):
-    """Not "unexpected pos 704", as torch.save reports it."""
-    assert ranks(1)(save_much, disk) == ["[Errno 28] No space left on device"]
-
-
 def start_on(world, folder):
     return caught(checkpoint.Checkpointer, str(folder), world.device, 3)
 

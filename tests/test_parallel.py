@@ -5,14 +5,12 @@ import math
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args, get_type_hints
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import slowly
 from launches import same
@@ -555,25 +553,6 @@ def test_mesh(ranks, mode, shard_size, replicate, shard):
 def test_a_shard_size_that_does_not_divide_is_the_users_mistake(ranks):
     found = ranks(4)(mesh_of, replace(RUN, sharding="HYBRID_SHARD", shard_size=3), 2)
     assert found == ["shard_size 3 does not divide the 4 data-parallel ranks"] * 4
-
-
-def decide(world, good):
-    def decision():
-        assert dist.get_rank() == 0
-        if not good:
-            raise UserError("no such file")
-        return {"path": Path("a/b"), "step": 3}
-
-    try:
-        return processes.rank_zero_decides(decision)
-    except UserError as error:
-        return f"UserError: {error}"
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_rank_zero_decides_for_all(ranks, size):
-    assert ranks(size)(decide, True) == [{"path": Path("a/b"), "step": 3}] * size
-    assert ranks(size)(decide, False) == ["UserError: no such file"] * size
 
 
 def dtypes_in_a_block(world):
