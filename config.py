@@ -349,12 +349,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise UserError if a setting is out of range, contradicts another, or has no effect."""
         check_ranges(self)
-        folder = self.run_dir  # which need not exist
-        names_folder = folder.strip() and folder.isprintable()
-        require(
-            names_folder and (os.path.isdir(folder) or not os.path.exists(folder)),
-            f"run_dir is {shown(folder)}, expected a folder, not a file, such as runs/NAME",
-        )
+        require(self.run_dir.strip(), "run_dir is empty: set --run_dir=runs/NAME")
         listed("track", self.track, TRACKERS)
         listed("lora_train", self.lora_train, EXTRA_PARTS)
         layers_named(self.lora_targets)

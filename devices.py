@@ -240,15 +240,8 @@ def by_name(text: str) -> Device:
         f"which device? --device=mi250, not {text} (python devices.py lists them)",
     )
     words = words_of(text)
-    row = row_with(words - {"card"})
-    if row:
-        model = row.name.split()[0].lower()
-        require(
-            "card" not in words or row.per_card == 1,
-            f"{text!r} is {row.per_card} torch devices: say {model} and count each of them",
-        )
+    if row := row_with(words):
         return row
-
     models = [word for row in TABLE for word in row.name.lower().split() if is_model(word)]
     near = [match for word in words for match in difflib.get_close_matches(word, models, n=3)]
     guess = " or ".join(dict.fromkeys(near or models))

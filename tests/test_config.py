@@ -272,8 +272,7 @@ CONTRADICTIONS = {
     "--d_model=1e6 --n_layers=9999": "expected at most 1e+13",
     "--icl_interval=5": "icl_interval needs tasks",
     "--track=wandb,mlfow": "did you mean 'mlflow'?",
-    "--run_dir=\t": "run_dir is '\\t'",
-    "--run_dir=/dev/null": "expected a folder",
+    "--run_dir=": "run_dir is empty",
     "--packing=False": "packing sets nothing for plain text",
     # The layers of other people's models.
     "--lora_targets=q_proj": "did you mean 'Wqkv'?",
