@@ -423,12 +423,3 @@ def test_a_mistake_is_one_line_and_exit_status_2():
     result = run("config.py", "--n_layer=3")
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: unknown key") and result.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_under_torchrun_it_is_said_once(torchrun):
-    result = torchrun(2, "--n_layer=3")
-    assert result.returncode != 0
-    lines = result.stderr.splitlines()
-    (line,) = [line for line in lines if "n_layer" in line or "config.load" in line]
-    assert line.startswith("error: unknown key 'n_layer'")
