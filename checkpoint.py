@@ -20,7 +20,7 @@ A run with adapters (lora.py) saves what it trains, and says which base it belon
 What the files must hold, and how they are read without trusting them: storage/checkpoint_files.py.
 
 Run `python checkpoint.py`, or under torchrun, to see how long saving, checking and loading take. A
-first save takes longer: it allocates the copy in host memory. `--d_model=64` is a smaller model.
+first save takes longer: it allocates the copy in host memory.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -51,7 +51,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-import config
 import parallel
 import processes
 import program
@@ -363,18 +362,14 @@ class InPieces:
         super().__init__()
         self.layout = layout
 
-    def set_up_planner(self, state_dict, *args, **kwargs) -> None:
-        """Begin: DCP flattens the state dict."""
-        super().set_up_planner(state_dict, *args, **kwargs)
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
+        """Begin: DCP flattens the state dict. For saving it looks for this name of an argument."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict = in_pieces(self.state_dict, self.layout)
 
 
 class SavePlanner(InPieces, DefaultSavePlanner):
     """DCP's planner for saving. If several ranks have the same piece, one of them writes it."""
-
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
-        """As above: DCP looks for these names."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
 class LoadPlanner(InPieces, checkpoint_files.Planner):
@@ -650,18 +645,10 @@ def saved_weights(model: MPT) -> dict[str, torch.Tensor]:
 # Demonstration
 
 
-@dataclass
-class DemonstrationArgs:
-    """What is saved."""
-
-    d_model: int = 512  # width of the model, with 8 heads and 8 layers: 50 million parameters
-
-
 def demonstrate(argv: list[str]) -> None:
-    """Save, check and load a model in a temporary folder; print the seconds."""
-    (args,) = config.load(argv, DemonstrationArgs)
-    model_cfg, cfg = MPTConfig(d_model=args.d_model, n_heads=8, n_layers=8), TrainConfig()
-    model_cfg.check()
+    """Save, check and load 50 million parameters in a temporary folder; print the seconds."""
+    program.arguments(argv)
+    model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
     world = processes.start()
     model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
     folder = rank_zero_decides(lambda: Path(tempfile.mkdtemp()))

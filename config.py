@@ -88,7 +88,6 @@ RANGES = {
     ]
     for name in names.split()
 }
-MAX_PARAMETERS = 10**13
 
 # --------------------------------------------------------------------------------------------------
 # The model
@@ -176,8 +175,7 @@ class MPTConfig:
         require(self.hidden_dim > 0, no_width)
         block = sum(n_out * n_in for n_out, n_in in self.linear_layers().values())
         size = self.n_layers * block + self.vocab_size * d_model
-        most = MAX_PARAMETERS
-        require(size <= most, f"the model has {size:.0e} parameters, expected at most {most:.0e}")
+        require(size <= 1e13, f"the model has {size:.0e} parameters, expected at most 1e+13")
 
     @property
     def tensor_ranks(self) -> list[int]:
@@ -187,13 +185,10 @@ class MPTConfig:
 
     def check_tensor_ranks(self, tp: int, sequence_parallel: bool) -> None:
         """Raise UserError if the model cannot be cut for `tp` tensor ranks."""
-        possible = self.tensor_ranks
-        if tp not in possible:
-            name, heads = "n_heads", self.n_heads
-            if heads % tp == 0:
-                name, heads = "kv_n_heads", self.n_kv_heads
-            fix = f"tp can be {', '.join(map(str, possible))}"
-            raise UserError(f"tp {tp} does not divide {name} {heads}: {fix}")
+        name = "kv_n_heads" if self.n_heads % tp == 0 else "n_heads"
+        fix = f"tp can be {', '.join(map(str, self.tensor_ranks))}"
+        problem = f"tp {tp} does not divide {name} {getattr(self, name)}"
+        require(tp in self.tensor_ranks, f"{problem}: {fix}")
         if not sequence_parallel:
             return
         require(tp > 1, "sequence_parallel needs tensor ranks: set --tp=2")
@@ -324,7 +319,7 @@ class TrainConfig:
     z_loss: float = 0.0  # weight of the squared logsumexp of the logits in the loss (PaLM: 1e-4)
     # --- machine
     device: Device = "auto"  # cuda also means ROCm
-    precision: Precision = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
+    precision: Precision = "auto"  # auto: bf16 where the device has instructions for it
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
     tp: int = 1  # tensor parallelism: ranks over which each layer is cut; see tensor_parallel.py
     sequence_parallel: bool = False  # with tp: cut the tokens between the layers, too; less memory
@@ -340,7 +335,7 @@ class TrainConfig:
     icl_interval: int = 0  # in-context learning: steps between runs of icl_tasks (0 = never)
     icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see evaluation/tasks.py
     icl_limit: int = 0  # items of each task, at most (0 = all)
-    expect: str = ""  # what a good run ends with: printed beside the result of these settings
+    expect: str = ""  # what a run of this file alone ends with: printed beside the result
     # --- saving
     run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
@@ -358,12 +353,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise UserError if a setting is out of range, contradicts another, or has no effect."""
         check_ranges(self)
-        folder = self.run_dir  # which need not exist
-        names_folder = folder.strip() and folder.isprintable()
-        require(
-            names_folder and (os.path.isdir(folder) or not os.path.exists(folder)),
-            f"run_dir is {shown(folder)}, expected a folder, not a file, such as runs/NAME",
-        )
+        require(self.run_dir.strip(), "run_dir is empty: set --run_dir=runs/NAME")
         listed("track", self.track, TRACKERS)
         listed("lora_train", self.lora_train, EXTRA_PARTS)
         layers_named(self.lora_targets)
@@ -473,17 +463,6 @@ FOREIGN_NAMES = {
 # either; we write only the new one.
 RENAMED = {"checkpoint_every": "recompute_every"}
 
-# Settings that change how a run computes, reports and saves, and not what it learns: with other
-# values than a config file's, the result to which its `expect` refers is the same, up to chance.
-SAME_RESULT = set(
-    """
-    seed attn_impl data_dir data_cache data_cache_gb microbatch_size device precision sharding tp
-    sequence_parallel pp shard_size activation_checkpointing recompute_every compile peak_tflops
-    eval_interval icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last
-    keep_every remote track resume max_bad_steps timeout_minutes
-    """.split()
-)
-
 # Keys that a checkpoint saves beside its settings.
 OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer", "base", "base_fingerprint"}
 
@@ -515,9 +494,8 @@ def nearest(word: str, known) -> str | None:
 def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     """Fill `classes` from defaults < config files < flags, and check them. Returns the instances.
 
-    argv: config files and flags in any order: `--key=value`, `--key value`, or `--key` alone, which
-        sets a switch to true. Of two files, or two flags, the later one wins. A list grows each
-        time its flag is given.
+    argv: files and flags in any order. Of two files, or two flags, the later one wins; a list grows
+        with each flag.
     takes: what the program takes in place of config files, as in `program.arguments`: "RUN",
         "FILE OUT". Those arguments come first in the result.
 
@@ -529,25 +507,21 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     argv = joined(argv, *classes)
     paths = [word for word in argv if not word.startswith("-")]
     flags = known(values_of(argv, hints), hints, "the command line")
-    result = []
+    taken = []
     if takes is not None:
         more = "[--key=value ...] (--help lists the settings)"
-        result, paths = [program.arguments(paths, takes, more)], []
+        taken, paths = [program.arguments(paths, takes, more)], []
 
     of_a_run = types_of(MPTConfig, TrainConfig).keys()  # this program may have fewer
     sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
-    defaults = {field.name: field.default for cls in classes for field in dataclasses.fields(cls)}
     values = {}
-    for settings in [*sources, flags]:
-        before = defaults | values
-        changed = {key for key in settings if settings[key] != before[key]}
-        if changed & (of_a_run - SAME_RESULT):
-            values.pop("expect", None)  # of the settings before
+    for settings in filter(None, [*sources, flags]):
+        values.pop("expect", None)  # of the settings before
         for name, other in (("dataset", "mix"), ("mix", "dataset")):
             if settings.get(name):
                 values.pop(other, None)  # one replaces the other
         values |= settings
-    return result + [filled(cls, values) for cls in classes]
+    return taken + [filled(cls, values) for cls in classes]
 
 
 def joined(argv: list[str], *classes: type) -> list[str]:

@@ -15,7 +15,7 @@ longest match) if the number of compute units agrees, then by architecture and c
 else gives up: no peak beats a wrong one.
 
 `open_gpu` and `note_unused_gpu` say in one line why a GPU cannot be used: no driver that fits, no
-kernels for it, no memory left.
+kernels for it, no memory.
 
 Below, `device` is a torch.device and `dtype` a torch.dtype. torch is imported only to ask what this
 machine has. Run `python devices.py` for the table and for what this machine has.
@@ -240,15 +240,8 @@ def by_name(text: str) -> Device:
         f"which device? --device=mi250, not {text} (python devices.py lists them)",
     )
     words = words_of(text)
-    row = row_with(words - {"card"})
-    if row:
-        model = row.name.split()[0].lower()
-        require(
-            "card" not in words or row.per_card == 1,
-            f"{text!r} is {row.per_card} torch devices: say {model} and count each of them",
-        )
+    if row := row_with(words):
         return row
-
     models = [word for row in TABLE for word in row.name.lower().split() if is_model(word)]
     near = [match for word in words for match in difflib.get_close_matches(word, models, n=3)]
     guess = " or ".join(dict.fromkeys(near or models))
@@ -319,43 +312,30 @@ def measure_peak(device, dtype, seconds: float = 0.4) -> float:
 # The precision that suits a device
 
 
-def choose_precision(
-    cfg: config.TrainConfig, device, saved: str | None = None, measures: bool = True
-) -> tuple[str, str]:
+def choose_precision(cfg: config.TrainConfig, device, saved: str | None = None) -> tuple[str, str]:
     """bf16 or fp32, and the reason in words: the setting, or for `auto` what suits the device.
 
-    saved: the precision of the checkpoint that a run resumes from, which `auto` keeps. Without
-    `measures`, the precision may be "" where only a measurement can tell.
+    saved: the precision of the checkpoint that a run resumes from, which `auto` keeps.
     """
-    import torch
-
-    if cfg.precision != "auto":
-        return cfg.precision, "as set" + doubt(cfg.precision, device)
-    if saved:
-        return saved, "as in the checkpoint" + doubt(saved, device)
-    if device.type != "cpu":
+    if cfg.precision == "auto" and not saved:
         if computes_in_bf16(device):
             return "bf16", "this device supports it"
-        return "fp32", "this GPU only emulates bf16"
-    # What PyTorch knows of this CPU, such as {"avx512_bf16": True}; nothing before torch 2.11.
-    features = getattr(torch.cpu, "get_capabilities", dict)()
-    precision, reason = cpu_precision(features)
-    if not precision and measures:
-        precision = faster_precision()
+        return "fp32", "this device only emulates bf16"
+    precision, reason = saved, "as in the checkpoint"
+    if cfg.precision != "auto":
+        precision, reason = cfg.precision, "as set"
+    if precision == "bf16" and not computes_in_bf16(device):
+        reason += ", though this device only emulates bf16: consider --precision=fp32"
     return precision, reason
 
 
-def doubt(precision: str, device) -> str:
-    """What to add to the reason for a precision that a GPU only emulates; "" for others."""
-    if precision != "bf16" or computes_in_bf16(device):
-        return ""
-    return ", though this GPU only emulates bf16: consider --precision=fp32"
-
-
 def computes_in_bf16(device) -> bool:
-    """Does an accelerator have bf16 instructions? V100, MI50, RX 6000 and older emulate them."""
+    """Does a device have instructions for bf16? V100, MI50, RX 6000 and many CPUs emulate it."""
     import torch
 
+    if device.type == "cpu":  # PyTorch says so since 2.11
+        features = getattr(torch.cpu, "get_capabilities", dict)()
+        return any(features.get(name) for name in ("amx_bf16", "avx512_bf16"))
     if device.type != "cuda":
         return True
     if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -363,34 +343,6 @@ def computes_in_bf16(device) -> bool:
     if torch.version.hip is None:
         return True  # on ROCm torch says so of every GPU
     return not arch_of(torch.cuda.get_device_properties(device)).startswith(NO_BF16)
-
-
-def cpu_precision(features: dict) -> tuple[str, str]:
-    """The precision for a CPU with these features, "" if it must be measured; and the reason.
-
-    AMX multiplies tiles of bf16, much faster than vectors of fp32. Without any bf16 instruction
-    PyTorch emulates bf16. In between, some CPUs multiply fp32 faster.
-    """
-    if features.get("amx_tile") and features.get("amx_bf16"):
-        return "bf16", "this CPU has AMX"
-    has_bf16 = any(value is True for name, value in features.items() if "bf16" in name)
-    if features and not has_bf16:
-        return "fp32", "this CPU has no bf16 instructions"
-    return "", "measured to be the faster one on this CPU"
-
-
-def faster_precision(size: int = 512, turns: int = 10) -> str:
-    """The precision whose fastest size x size matrix product took less time. They take turns."""
-    import torch
-
-    best = {"fp32": float("inf"), "bf16": float("inf")}
-    for _ in range(turns):
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            a = torch.ones(size, size, dtype=dtype)
-            begin = time.perf_counter()
-            a @ a
-            best[name] = min(best[name], time.perf_counter() - begin)
-    return min(best, key=best.get)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -458,13 +410,12 @@ def driver_error() -> str:
 
 
 def open_gpu(device) -> None:
-    """Make `device` this process's GPU; print a note if other processes hold most of its memory.
+    """Make `device` this process's GPU.
 
     Raises UserError if torch has no kernels for it, or cannot open it, as when it is full.
     """
     import torch
 
-    tool = "rocm-smi --showpids" if torch.version.hip else "nvidia-smi"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says in many lines what we say in one
         properties = torch.cuda.get_device_properties(device)
@@ -472,22 +423,15 @@ def open_gpu(device) -> None:
     try:
         torch.cuda.set_device(device)
         torch.ones(1, device=device)  # starts a kernel: is there one for this architecture?
-        free, total = torch.cuda.mem_get_info(device)  # bytes
     except RuntimeError as error:
-        raise UserError(cannot_open(name, str(error).split("\n")[0], tool)) from error
-    free += torch.cuda.memory_reserved(device)  # of an earlier start in this process
-    shares_memory = getattr(properties, "is_integrated", False)  # with the CPU and its page cache
-    if free < total / 2 and not shares_memory:
-        memory = f"{free / 2**30:.1f} of {total / 2**30:.0f} GB free"
-        who = program.whoami(program.rank())
-        note = f"{who}: {name} has only {memory}: {tool} lists the processes that hold the rest"
-        program.print_error(note, "note")
+        raise UserError(cannot_open(name, str(error).split("\n")[0])) from error
 
 
-def cannot_open(name: str, reason: str, tool: str) -> str:
+def cannot_open(name: str, reason: str) -> str:
     """What to say of a GPU that torch fails to open. reason: torch's error."""
     import torch
 
+    tool = "rocm-smi --showpids" if torch.version.hip else "nvidia-smi"
     if "out of memory" in reason:
         fix = f"end the processes that hold it ({tool} lists them), or use another GPU"
         return f"{name} has no memory free: {fix}"

@@ -50,17 +50,12 @@ def main(files, dev="/dev", cpu_index=PYTORCH + "/cpu"):
         print(__doc__.strip())
         return
     if sys.version_info < (3, 10):  # noqa: UP036
-        stop(
-            f"{sys.executable} is Python {python_version()}, too old: make PYTHON=python3.12, or "
-            "any from 3.10 on"
-        )
-    for name in files:
-        if not os.path.isfile(os.path.join(ROOT, name)):
-            stop(f"no requirement file {name!r} here: python install.py requirements.txt")
+        version = f"{sys.executable} is Python {python_version()}"
+        stop(f"{version}, too old: make PYTHON=python3.12, or any from 3.10 on")
+    digests = {name: digest(name) for name in files}
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)  # one make at a time, until we end
     stamp = current_venv()
-    digests = {name: digest(name) for name in files}
     outdated = [name for name in files if stamp["installed"].get(name) != digests[name]]
     if outdated:
         install(outdated, stamp, dev, cpu_index)
@@ -86,14 +81,15 @@ def install(files, stamp, dev, cpu_index):
     protected = in_venv("install.protected_packages()")
     if stamp["brought_torch"] is None:  # a `.venv` that the user made, seen for the first time
         stamp["brought_torch"] = "torch" in protected
-    if stamp["brought_torch"] and "torch" not in protected:
-        stop(".venv has lost the torch that it had: put it back, or remove .venv; then make again")
     if not in_venv(HAS_PIP):  # as uv makes them
         run([PYTHON, "-m", "ensurepip"])
-    if stamp["brought_torch"]:
-        install_beside_torch(files, protected)
-    else:
-        install_tested(files, torch_index("torch" in protected, dev, cpu_index))
+    if stamp["brought_torch"] and "torch" in protected:
+        return install_beside_torch(files, protected)
+    index = torch_index("torch" in protected, dev, cpu_index)
+    if index:
+        torch = [line for line in lines("constraints.txt") if name_of(line) == "torch"]
+        pip("--index-url", index, *torch)
+    pip("-c", os.path.join(ROOT, "constraints.txt"), *requirements(files))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -107,13 +103,12 @@ def python_below():
     """
     torch = protected_packages().get("torch")
     lowest = re.search(r"^torch>=(\S+)", read("requirements.txt"), re.M)[1]
-    folders = []
-    if torch and major_minor(torch["version"]) >= major_minor(lowest):
-        for path in sys.path:
-            if os.path.basename(path) in ("site-packages", "dist-packages"):
-                folders.append(path)
-    else:
+    if torch and major_minor(torch["version"]) < major_minor(lowest):
         torch = None
+    folders = []
+    for path in sys.path:
+        if torch and os.path.basename(path) in ("site-packages", "dist-packages"):
+            folders.append(path)
     return {"venv": VENV, "python": python_version(), "torch": torch, "folders": folders}
 
 
@@ -141,19 +136,9 @@ def make_venv(below):
         stop(f".venv is a link, and not made for {sys.executable}: remove .venv, then make again")
     torch = below["torch"]
     if torch:
-        say(f".venv on top of torch {torch['version']} of {sys.prefix}, which stays as it is")
-        if subprocess.run([sys.executable, "-c", "import torch"], cwd="/").returncode:
-            python = sys.executable
-            stop(f"torch of {python} does not import (above): fix it, or make PYTHON=another one")
+        print(f"install: .venv on top of torch {torch['version']} of {sys.prefix}", flush=True)
     else:
-        say(f"a separate .venv: {sys.executable} has no torch to use")
-    pip_below = torch and importlib.util.find_spec("pip")
-    if not pip_below and not importlib.util.find_spec("ensurepip"):
-        stop(
-            f"{sys.executable} cannot make a .venv: sudo apt install "
-            f"python{python_version()}-venv, then make again"
-        )
-
+        print(f"install: a separate .venv: {sys.executable} has no torch to use", flush=True)
     stamp = {"below": None, "brought_torch": bool(torch), "installed": {}}
     os.makedirs(VENV, exist_ok=True)
     write_stamp(stamp)  # first: if this is interrupted, the next make begins anew
@@ -162,10 +147,8 @@ def make_venv(below):
             shutil.rmtree(entry.path)
         elif entry.path != STAMP:
             os.remove(entry.path)
-    command = [sys.executable, "-m", "venv", VENV]
-    if pip_below:
-        command.append("--without-pip")
-    run(command)
+    has_pip = torch and importlib.util.find_spec("pip")
+    run([sys.executable, "-m", "venv", VENV, *["--without-pip"] * bool(has_pip)])
     if torch:
         show_packages(below["folders"])
         write_starters()
@@ -198,14 +181,6 @@ def write_starters():
 
 # --------------------------------------------------------------------------------------------------
 # Packages
-
-
-def install_tested(files, index):
-    """Install everything at the versions of constraints.txt; torch from `index` unless None."""
-    if index:
-        torch = [line for line in lines("constraints.txt") if name_of(line) == "torch"]
-        pip("--index-url", index, *torch)
-    pip("-c", os.path.join(ROOT, "constraints.txt"), *requirements(files))
 
 
 def torch_index(has_torch, dev, cpu_index):
@@ -348,11 +323,6 @@ def write_stamp(stamp):
     """Write the stamp of `.venv`."""
     with open(STAMP, "w") as f:
         json.dump(stamp, f, indent=2)
-
-
-def say(message):
-    """Print a line about what is being done."""
-    print("install: " + message, flush=True)
 
 
 def stop(message):

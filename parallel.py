@@ -29,7 +29,6 @@ one. Those of the same stage and tp_rank have a mesh of their own, and shard wha
 import contextlib
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -404,30 +403,26 @@ def finish_gradients(model: MPT) -> None:
 def grad_norm(model: MPT) -> torch.Tensor:
     """The norm of all gradients of a model over all ranks, an fp32 scalar. A collective.
 
-    Each rank sums the squares of its shards; an all-reduce over each mesh dimension by which a
-    gradient is sharded adds them up, and one more those of the tensor ranks. So any mixture of
-    plain tensors, meshes and placements works.
+    Each rank sums the squares of its shards; an all-reduce over each mesh dimension by which the
+    gradients are sharded adds them up, and one more those of the tensor ranks.
     """
     pipe = getattr(model, "pipe", None)
-    groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
+    local, sharded_over = [], []  # shards; the groups over which all gradients are sharded
     for name, p in model.named_parameters():
         if p.grad is None or is_second_copy(model, name):
             continue
-        mesh, sharded_dims, local = None, (), p.grad
+        shard = p.grad
         if isinstance(p.grad, DTensor):
-            mesh, local = p.grad.device_mesh, p.grad.to_local()
-            placements = enumerate(p.grad.placements)
-            sharded_dims = tuple(dim for dim, kind in placements if not kind.is_replicate())
+            shard, mesh = p.grad.to_local(), p.grad.device_mesh
+            dims = [dim for dim, kind in enumerate(p.grad.placements) if not kind.is_replicate()]
+            sharded_over = [mesh.get_group(dim) for dim in dims]
         # Some tensors are whole on every tensor rank: one of them counts.
-        counted = model.layout.counted(name, p.grad) if is_cut(model) else [local]
-        groups[mesh, sharded_dims] += counted
-    total = torch.zeros((), device=next(model.parameters()).device)
-    for (mesh, sharded_dims), grads in groups.items():
-        norms = torch._foreach_norm(grads) if grads else [torch.zeros_like(total)]
-        squares = torch.stack(norms).float().square().sum()
-        for dim in sharded_dims:
-            dist.all_reduce(squares, group=mesh.get_group(dim))
-        total += squares
+        local += model.layout.counted(name, p.grad) if is_cut(model) else [shard]
+    nothing = torch.zeros((), device=next(model.parameters()).device)
+    norms = torch._foreach_norm(local) if local else [nothing]
+    total = torch.stack(norms).float().square().sum()
+    for group in sharded_over:
+        dist.all_reduce(total, group=group)
     if is_cut(model):
         dist.all_reduce(total, group=model.team.group)
     if pipe:

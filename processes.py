@@ -26,7 +26,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -47,7 +46,6 @@ POLL = 0.1  # seconds between two looks into the store
 REPLY_TIMEOUT = 5  # seconds in which a thread of a living rank replies
 SHOWN = 8  # of many silent ranks, as many as a node has are named
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
-DUPLICATE_GPU = "Duplicate GPU detected"  # an error of NCCL
 
 
 # -------------------------------------------------------------------------------------------------
@@ -125,7 +123,9 @@ def in_grid(world: World, tp: int, pp: int = 1) -> World:
         return world
     size = world.global_size
     if size % (tp * pp) != 0:
-        raise UserError(grid_problem(size, tp, pp), on_all_ranks=True)
+        fix = f"start a multiple of {tp * pp}, or change --tp and --pp"
+        message = f"{size} ranks cannot form a grid of tp {tp} x pp {pp}: {fix}"
+        raise UserError(message, on_all_ranks=True)
     grid = torch.arange(size).view(pp, -1, tp)
     pp_rank, dp_rank, tp_rank = (grid == world.global_rank).nonzero()[0].tolist()
     with in_time("connect the grid of ranks"):
@@ -145,17 +145,6 @@ def in_grid(world: World, tp: int, pp: int = 1) -> World:
         pp_rank=pp_rank,
         pp_size=pp,
         pp_group=pp_group,
-    )
-
-
-def grid_problem(size: int, tp: int, pp: int) -> str:
-    """Why `size` ranks do not form such a grid, and which numbers fit."""
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    below = [n for n in divisors if n < tp * pp][-1:]
-    above = [n for n in divisors if n > tp * pp][:1]
-    return (
-        f"{size} rank{'s' * (size > 1)} cannot form a grid of tp {tp} x pp {pp}: start a multiple "
-        f"of {tp * pp}, or set tp x pp to {' or '.join(map(str, below + above))}"
     )
 
 
@@ -182,7 +171,7 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
     """The device of this rank, the `local_rank`-th of `local_size` on this machine, `size` in all.
 
     Several ranks on a Mac use the CPU: MPS has no collectives. A rank that sees one GPU takes it:
-    srun may show each rank a different one, and if not, NCCL says so (`user_error`). Raises
+    srun may show each rank a different one, and if not, NCCL says so. Raises
     UserError if the ranks see several, but too few.
     """
     there = "cpu"
@@ -662,32 +651,24 @@ def serve(pipe, environment: dict[str, str], threads: int, start, args: tuple) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so us
     os.environ |= environment
     torch.set_num_threads(threads)
-    succeeded, started = attempt(start, *args)
     try:
-        if not succeeded:
-            pipe.send_bytes(pickle.dumps((False, started)))
+        started = start(*args)
+    except BaseException as error:
+        pipe.send_bytes(pickle.dumps((False, described(error))))
+        os._exit(1)
+    with contextlib.suppress(EOFError, OSError):
         while True:
             function, args = pickle.loads(pipe.recv_bytes())
-            answer = attempt(function, started, *args)
-            pipe.send_bytes(pickled(answer))
-    except (EOFError, OSError):
-        os._exit(0)  # gloo may abort while the interpreter shuts down
+            pipe.send_bytes(answer_of(function, started, *args))
+    os._exit(0)  # gloo may abort while the interpreter shuts down
 
 
-def pickled(answer: tuple[bool, object]) -> bytes:
-    """An answer as bytes. One that cannot be pickled, such as a generator, is an error."""
+def answer_of(function, *args) -> bytes:
+    """(True, the result) or (False, the arguments of a PoolError), pickled."""
     try:
-        return pickle.dumps(answer)
-    except Exception as error:
-        return pickle.dumps((False, described(error)))
-
-
-def attempt(function, *args) -> tuple[bool, object]:
-    """(True, the result) or (False, the arguments of a PoolError)."""
-    try:
-        return True, function(*args)
+        return pickle.dumps((True, function(*args)))
     except BaseException as error:
-        return False, described(error)
+        return pickle.dumps((False, described(error)))
 
 
 def described(error: BaseException) -> tuple[str, str]:
@@ -709,53 +690,31 @@ def run(main) -> None:
     It ends by os._exit, after a barrier: with gloo a rank may abort while the interpreter shuts
     down, which would change the status.
     """
-    status = 0
     end_with_torchrun()
     program.escape_unprintable()
-    try:
+
+    def among_others(argv):
         try:
-            main(sys.argv[1:])
+            main(argv)
             if dist.is_initialized():
                 dist.barrier()
         finally:
             end_roll_call()
         if dist.is_initialized():
             dist.destroy_process_group()
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:  # whatever read our output has exited
-        status = 141
+
+    try:
+        status = program.status_of(among_others, report_user_error)
     except BaseException as error:
-        if mistake := user_error(error):
-            report_user_error(mistake)
-            status = getattr(mistake, "status", 2)
-        elif is_lost(error):
+        status = RESUME_ME if is_lost(error) else 1
+        if is_lost(error):
             line = f"lost another rank: {program.one_line(error)}"
             program.print_error(line, f"error on rank {program.rank()}")
-            status = RESUME_ME
         else:
             traceback.print_exc()
-            status = 1
     if status == 2:
         program.end_torchrun()  # a restart would only fail in the same way
-    status = program.flushed(status)
-    os._exit(status)
-
-
-def user_error(error: BaseException) -> BaseException | None:
-    """The error as one that the user can fix, with exit status 2. None if it is not one."""
-    if isinstance(error, UserError | OSError):  # OSError: a full disk, a missing permission
-        return error
-    if out_of_memory(error):
-        return UserError(program.memory_line(error))
-    if DUPLICATE_GPU in str(error):
-        return UserError(
-            "two ranks use one GPU: start one rank per GPU (--nproc_per_node), or show each rank "
-            "its own (--gpus-per-task=1)"
-        )
-    return None
+    os._exit(program.flushed(status))
 
 
 def report_user_error(error: BaseException) -> None:
@@ -774,7 +733,7 @@ def report_user_error(error: BaseException) -> None:
 
 def is_lost(error: BaseException) -> bool:
     """Did a collective fail because another rank has gone?"""
-    if user_error(error):  # NCCL reports a lack of memory by the same class
+    if program.user_error(error):  # NCCL reports a lack of memory by the same class
         return False
     # gloo has no class of its own: its errors begin with the path of its source
     return isinstance(error, dist.DistError) or "gloo/" in str(error)

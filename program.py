@@ -13,8 +13,6 @@
 `processes.run` does the same for a program of many ranks. A program with settings reads argv by
 `config.load`, which asks this file what the text of a flag means, and for --help; one without
 settings reads it by `arguments`.
-
-Run `python program.py A` to see a user error.
 """
 
 import contextlib
@@ -92,12 +90,6 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     # torch.OutOfMemoryError, AcceleratorError and DistBackendError are RuntimeErrors as well.
     return isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
-
-
-def memory_line(error: BaseException) -> str:
-    """What to say of an error that is about memory, outside of a training step."""
-    fix = "use a smaller model or batch, more devices, or a device that no other program uses"
-    return f"out of memory ({one_line(error)}): {fix}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -217,11 +209,7 @@ def show_help(settings: str = "") -> None:
 
 def types_of(*classes: type) -> dict:
     """Field name -> type, over all these dataclasses."""
-    hints = {}
-    for cls in classes:
-        of_class = typing.get_type_hints(cls)
-        hints |= {field.name: of_class[field.name] for field in dataclasses.fields(cls)}
-    return hints
+    return {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
 
 
 def settings_help(*classes: type, files: bool = True) -> str:
@@ -263,20 +251,19 @@ def alternatives(hint) -> tuple:
     return typing.get_args(hint) if is_union else (hint,)
 
 
+TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
 def parse(text: str, hint):
     """The text of a flag as the Python value that a config file would hold.
 
     Text that does not fit `hint` is returned as it is; `checked` then reports it.
     """
     options = alternatives(hint)
-    lower = text.lower()
-    if lower == "none" and type(None) in options:
-        return None
-    if bool in options and lower in ("true", "false", "1", "0", "yes", "no"):
-        return lower in ("true", "1", "yes")
-    if int in options or float in options:
-        return parse_number(text)
-    return text
+    word = ({"none": None} | TRUTHS).get(text.lower(), text)
+    if type(word) in options:
+        return word
+    return parse_number(text) if int in options or float in options else text
 
 
 def parse_number(text: str):
@@ -317,22 +304,18 @@ def expanded(value):
 def convert(value, option):
     """`value` converted to one member of a union type, or NO_MATCH. A bool is not a number."""
     if typing.get_origin(option) is Literal:
-        for choice in typing.get_args(option):
-            if isinstance(value, str) and value.lower() == choice.lower():
-                return choice
-        return NO_MATCH
+        choices = {choice.lower(): choice for choice in typing.get_args(option)}
+        return choices.get(str(value).lower(), NO_MATCH)
     if option == list[str]:
         is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
         return value if is_list else NO_MATCH
-
-    if option is not bool and isinstance(value, bool):
-        return NO_MATCH
-    if option is float:
-        is_number = isinstance(value, int | float)
-        finite = is_number and abs(value) <= sys.float_info.max  # false for NaN and huge integers
+    if isinstance(value, bool):
+        return value if option is bool else NO_MATCH
+    if option is float and isinstance(value, int | float):
+        finite = abs(value) <= sys.float_info.max  # false for NaN and huge integers
         return float(value) if finite else NO_MATCH
-    if option is int and isinstance(value, float):
-        return int(value) if value.is_integer() else NO_MATCH
+    if option is int and isinstance(value, float) and value.is_integer():
+        return int(value)
     return value if isinstance(value, option) else NO_MATCH
 
 
@@ -350,36 +333,64 @@ def expected(hint) -> str:
 # Exit
 
 
+def print_error(words, head: str = "error") -> None:
+    """Print `head: words` on standard error. If that fails, the exit status has to be enough."""
+    with contextlib.suppress(OSError):
+        # The newline in the same write: other ranks may print to the same file at this moment.
+        print(f"{head}: {words}\n", end="", file=sys.stderr, flush=True)
+
+
 def run(main) -> None:
     """Call `main(argv)`, then exit with a status from the table above.
 
-    A UserError or OSError is one line, and so is a lack of memory. Any other exception is a bug and
-    propagates. The program is no rank, whatever a launcher has left in the environment.
+    Any exception that is not a `user_error` is a bug and propagates. The program is no rank,
+    whatever a launcher has left in the environment.
     """
     for name in (*OF_TORCHRUN, *OF_SRUN, *OF_MPI):
         os.environ.pop(name, None)  # nor are the processes that it starts
-    status = 0
     escape_unprintable()
+    status = flushed(status_of(main))
+    gc.freeze()  # the last garbage collection would visit every object of torch: half a second
+    sys.exit(status)
+
+
+def status_of(main, tell=print_error) -> int:
+    """Call `main(argv)`; returns the exit status. Raises what is no error of the user.
+
+    tell: is called with an error of the user, to print its line.
+    """
     try:
         main(sys.argv[1:])
-    except SystemExit as error:
-        status = error.code
-    except BrokenPipeError:
-        status = 141
-    except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-        print_error(error)
-        status = getattr(error, "status", 2)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        print_error(memory_line(error))
-        status = 2
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
-        status = 130
-    status = flushed(status)
-    gc.freeze()  # the last garbage collection would visit every object of torch: half a second
-    if status:
-        sys.exit(status)
+        return 130
+    except BrokenPipeError:  # whatever read our output has exited
+        return 141
+    except Exception as error:
+        mistake = user_error(error)
+        if mistake is None:
+            raise
+        tell(mistake)
+        return getattr(mistake, "status", 2)
+    return 0
+
+
+def user_error(error: BaseException) -> BaseException | None:
+    """The error as one that the user can fix, with exit status 2. None if it is not one."""
+    if isinstance(error, UserError | OSError):  # OSError: a full disk, a missing permission
+        return error
+    if out_of_memory(error):
+        return UserError(
+            f"out of memory ({one_line(error)}): use a smaller model or batch, more devices, or a "
+            "device that no other program uses"
+        )
+    if "Duplicate GPU detected" in str(error):  # by NCCL
+        return UserError(
+            "two ranks use one GPU: start one rank per GPU (--nproc_per_node), or show each rank "
+            "its own (--gpus-per-task=1)"
+        )
+    return None
 
 
 def escape_unprintable() -> None:
@@ -399,7 +410,7 @@ def flushed(status):
     or 2 (the disk is full). A status other than 0 is right even if its error cannot be printed.
     """
     try:
-        for stream in open_streams():
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
             stream.flush()
     except BrokenPipeError:
         silence()
@@ -414,20 +425,8 @@ def flushed(status):
 def silence() -> None:
     """Send further output to /dev/null. Otherwise the interpreter's own flush at exit fails too."""
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in open_streams():
-        os.dup2(null, stream.fileno())
-
-
-def open_streams() -> list:
-    """Standard output and error; one that the caller closed, as by `>&-`, is None in Python."""
-    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
-
-
-def print_error(words, head: str = "error") -> None:
-    """Print `head: words` on standard error. If that fails, the exit status has to be enough."""
-    with contextlib.suppress(OSError):
-        # The newline in the same write: other ranks may print to the same file at this moment.
-        print(f"{head}: {words}\n", end="", file=sys.stderr, flush=True)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 
 
 @functools.cache
@@ -438,15 +437,8 @@ def say_once(head: str, words: str) -> None:
 
 
 def shown(value) -> str:
-    """A value as messages show it, at most 80 characters.
-
-    Python refuses to print whole numbers of more than 4,300 digits; those show their length.
-    """
-    if type(value) is not int:
-        return repr(value)[:80]
-    if abs(value) < 10**60:
-        return f"{value:,}"
-    return f"a number of {math.log10(abs(value)):.0f} digits"
+    """A value as messages show it, at most 80 characters."""
+    return (f"{value:,}" if type(value) is int else repr(value))[:80]
 
 
 def table(heads, rows) -> str:
@@ -531,12 +523,3 @@ def end(words: str) -> None:
 def whoami(rank: int) -> str:
     """This process in a message. rank: its global rank."""
     return f"rank {rank} (process {os.getpid()} on {platform.node()})"
-
-
-def demonstrate(argv: list[str]) -> None:
-    """Take two arguments and print them."""
-    print(f"two arguments: {arguments(argv, 'A B')}")
-
-
-if __name__ == "__main__":
-    run(demonstrate)

@@ -183,7 +183,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     n_trained = trained_parameters(model_cfg, cfg)
     implementation = parallel.attention_of(model_cfg, world.device, precision)
     speed = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
-    _, reason = devices.choose_precision(cfg, world.device, start.precision, measures=False)
+    _, reason = devices.choose_precision(cfg, world.device, start.precision)
     mesh = cfg.sharding
     if cfg.tp > 1:
         mesh += f", tp {cfg.tp}{' + sequence parallel' * cfg.sequence_parallel}"

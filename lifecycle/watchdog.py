@@ -379,7 +379,7 @@ class Watchdog:
         elif processes.is_lost(error):
             problem = f"lost another rank: {program.one_line(error)}"
         else:
-            mistake = processes.user_error(error)
+            mistake = program.user_error(error)
             self.publish_exit_status(getattr(mistake, "status", 2) if mistake else 1)
             return  # processes.run prints the error
         status = self.peer_exit_status()

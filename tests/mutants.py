@@ -61,22 +61,12 @@ model.py: test_model.py
 - F.pad(ended[:, :-1], (1, 0))
 + ended
 
-the initial weights of out_proj and down_proj are too large
-model.py: test_model.py
-- math.sqrt(2 * cfg.n_layers)
-+ math.sqrt(cfg.n_layers)
-
 # --- loss
 
 the gradient of the z-loss is half of what it should be
 loss.py: test_loss.py
 - probs.mul_(1 + 2 * z_loss * log_z)
 + probs.mul_(1 + z_loss * log_z)
-
-labels that do not count have a gradient
-loss.py: test_loss.py
-- (grad @ weight).mul_(counted)
-+ (grad @ weight)
 
 the loss kernel does not move its sums to a new maximum
 gpu_kernels/cross_entropy.py: gpu_kernels/test_cross_entropy.py
@@ -94,16 +84,6 @@ a mixture reads the same samples of a source again and again
 data.py: test_mixture.py
 - schedules * self.counts[sources] + self.numbers[places]
 + self.numbers[places]
-
-a source of a mixture may run ahead of its share
-data.py: test_mixture.py
-- if counts[k] * length < (n + 1) * part]
-+ if counts[k] < part]
-
-a damaged block of a store is learned
-text/stream.py: text/test_from_a_store.py
-- pieces(content)] == expected
-+ pieces(content)]
 
 prompts and padding are learned as well
 data.py: test_chat_data.py
@@ -158,18 +138,13 @@ parallel.py: test_parallel.py::test_dropout_depends_on_seed_step_and_rank_alone
 
 each rank clips by the norm of its own shard
 parallel.py: test_parallel.py::test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one
-- dist.all_reduce(squares, group=mesh.get_group(dim))
+- dist.all_reduce(total, group=group)
 + pass
 
 Wqkv is cut as if its rows were of one kind: a rank gets keys where its queries belong
 tensor_parallel.py: test_layouts.py::test_each_layout_trains_as_one_process
 - "Wqkv": [(cfg.d_model, n), (kv_dim, n_kv), (kv_dim, n_kv)]
 + "Wqkv": [(cfg.d_model + 2 * kv_dim, n)]
-
-the loss adds sums of exponentials that are relative to each tensor rank's own maximum
-tensor_parallel.py: test_layouts.py::test_each_layout_trains_as_one_process
-- largest = all_reduce(logits.amax(1, keepdim=True), team, dist.ReduceOp.MAX)
-+ largest = logits.amax(1, keepdim=True)
 
 with sequence parallelism norms have the gradient of a rank's own tokens
 tensor_parallel.py: test_layouts.py::test_in_float64_nothing_but_the_order_of_sums_differs
@@ -183,29 +158,12 @@ pipeline.py: test_layouts.py::test_each_layout_trains_as_one_process
 + for i in reversed(range(n - n_warmup, n)):
 +         pipe
 
-each end updates a tied embedding by its own gradient alone
-pipeline.py: test_layouts.py::test_each_layout_trains_as_one_process
-- grad += pipe.transfer(
-+ pipe.transfer(
-
-each stage clips by the norm of its own gradients
-parallel.py: test_layouts.py::test_each_layout_trains_as_one_process
--     if pipe:
--         dist.all_reduce(total,
-+     if False:
-+         dist.all_reduce(total,
-
 # --- adapters
 
 B does not begin at zero, so adapters change the model before the first step
 lora.py: test_lora.py::test_at_the_start_a_model_is_exactly_its_base
 - if name.endswith("lora_A"):
 + if True:
-
-the base is trained together with its adapters
-lora.py: test_lora.py::test_only_what_is_asked_for_trains
-- param.requires_grad_(is_trained_too(model, name, cfg))
-+ param.requires_grad_(True)
 
 # --- checkpoints and files
 
@@ -239,11 +197,6 @@ storage/object_store.py: storage/test_object_store.py
 - more["checksum_algorithm"] = "SHA256"
 + pass
 
-what is damaged on the way down is taken
-storage/object_store.py: storage/test_object_store.py
-- found[1] if crc is None else crc
-+ found[1]
-
 a lost answer locks a run out of its own lease
 storage/object_store.py: storage/test_object_store.py
 - return self.get(key) == content
@@ -253,11 +206,6 @@ a half-deleted checkpoint in a store counts as complete
 storage/remote_checkpoints.py: storage/test_remote_checkpoints.py
 - if is_whole else None
 + if True else None
-
-what is half deleted in a store still looks complete
-storage/remote_checkpoints.py: storage/test_remote_checkpoints.py
-- file != LIST)
-+ file == LIST)
 
 # --- the life of a run
 
@@ -281,11 +229,6 @@ lifecycle/runlog.py: lifecycle/test_runlog.py
 - row["step"] <= first_step
 + row["step"] < first_step
 
-a run resumes from a checkpoint that was trained on a step that is skipped now
-lifecycle/resume.py: lifecycle/test_resume.py
-- min(skipped_now.stop, meta["step"])
-+ min(skipped_now.stop, meta["step"] - 1)
-
 after running out of memory, the run announces the same microbatch again
 lifecycle/microbatch.py: lifecycle/test_microbatch.py
 - half = cfg.microbatch_size // 2
@@ -303,8 +246,8 @@ lifecycle/watchdog.py: lifecycle/test_watchdog.py
 
 a user error ends with the exit status of a bug
 program.py: test_program.py
-- status = getattr(error, "status", 2)
-+ status = 1
+- return getattr(mistake, "status", 2)
++ return 1
 
 settings whose names are misspelled are ignored
 config.py: test_config.py
@@ -323,39 +266,15 @@ serving/constraint.py: serving/test_constraint.py
 - "json_allowed_escapes": 'nrbtf\\"'
 + "json_allowed_escapes": 'nrbtfu\\"'
 
-two versions of an adapter share a slot and cached prompts
-serving/catalog.py: serving/test_catalog.py
-- return f"{self.path} (version {self.version})" if
-+ return self.path if
-
 a text that joins a batch has one column of padding too little
 serving/rows.py: serving/test_engine.py::test_texts_are_those_of_the_one_text_loop
 -         self.pads.append(pad)
 +         self.pads.append(max(pad - 1, 0))
 
-the keys of the last row stay behind when its text moves to a row that is free
-serving/rows.py: serving/test_engine.py::test_texts_are_those_of_the_one_text_loop
--             for layer in self.layers:
--                 layer[row
-+             for layer in self.cache.v:
-+                 layer[row
-
 the log-probabilities of a prompt are those of the tokens before
 serving/engine.py: serving/test_engine.py::test_log_probabilities_are_those_of_the_model
 - following = request.text.ids[cache.length + 1 : cache.length + 1
 + following = request.text.ids[cache.length : cache.length
-
-the keys of running texts stay where they are when the rows are shifted
-serving/rows.py: serving/test_engine.py::test_rows_are_shifted_when_the_columns_are_used_up
--         for layer in self.layers:
--             texts
-+         for layer in self.cache.v:
-+             texts
-
-what an earlier text has left before the text of a row stays there, NaN as well
-serving/rows.py: serving/test_engine.py::test_texts_are_those_of_the_one_text_loop
--             layer[row, :, :pad] = 0
-+             pass
 
 the beginning of a prompt is shared with texts of other adapters
 serving/engine.py: serving/test_engine.py::test_a_beginning_belongs_to_its_adapter
@@ -384,29 +303,12 @@ planning/memory.py: planning/test_memory.py
 - MOMENTS: 8 * rank.n_trained}
 + MOMENTS: 4 * rank.n_trained}
 
-the planner takes the slowest layout
-planning/search.py: planning/test_search.py
-- rated.sort(key=lambda layout: -layout[0])
-+ rated.sort(key=lambda layout: layout[0])
-
 # --- jobs and the page
 
 two workers take one job
 web/worker.py: web/test_jobs.py::test_no_job_is_taken_twice
 - fcntl.LOCK_EX | fcntl.LOCK_NB
 + fcntl.LOCK_SH | fcntl.LOCK_NB
-
-a job's fourth start follows its third death
-web/worker.py: web/test_jobs.py::test_a_training_that_fails_ends_its_job_with_the_reason
-- if deaths >= MOST_DEATHS:
-+ if deaths > MOST_DEATHS:
-
-an upload may have one wrong line
-web/files.py: web/test_uploads.py
--     if faults:
--         raise refusal_of
-+     if len(faults) > 1:
-+         raise refusal_of
 
 a curve loses the maximum between two of its points
 lifecycle/plot.py: web/test_runs.py

@@ -99,14 +99,7 @@ def test_a_save_on_a_gpu_holds_the_weights_of_its_step(ranks, tmp_path):
     assert not all(torch.equal(saved[name], last[name]) for name in saved)
 
 
-@pytest.mark.parametrize(
-    "size, mode",
-    [
-        (1, "DDP"),
-        (2, "ZERO1"),
-        slowly(4, "HYBRID_SHARD"),
-    ],
-)
+@pytest.mark.parametrize("size, mode", [(1, "DDP"), (2, "ZERO1"), slowly(4, "HYBRID_SHARD")])
 def test_what_is_saved_is_the_moment_of_saving(ranks, tmp_path, size, mode):
     """Five more steps were taken while it was written. From there it resumes bit by bit.
 
@@ -281,9 +274,9 @@ def small_files_on(world, rank):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("size, rank", [(1, 0), (2, 0), (2, 1)])
-def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, size, rank):
-    assert "File too large" in failures(ranks, size, tmp_path, small_files_on, rank)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, rank):
+    assert "File too large" in failures(ranks, 2, tmp_path, small_files_on, rank)
 
 
 def save_nan(world, cfg):
@@ -293,23 +286,21 @@ def save_nan(world, cfg):
     saver.save(1, model, optimizer, META)
     with torch.no_grad():
         weight = model.transformer.wpe.weight
-        rows = weight.to_local() if world.global_size > 1 else weight
-        if world.global_rank == world.global_size - 1:
-            rows[-1, 3] = float("nan")
+        if world.global_rank == 1:
+            weight.to_local()[-1, 3] = float("nan")
     saver.save(2, model, optimizer, META)
     text = caught(saver.finish)
     dist.barrier()
     return text
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_weights_that_are_not_finite_are_not_saved(ranks, tmp_path, size):
-    texts = ranks(size)(save_nan, replace(RUN, run_dir=str(tmp_path)))
+def test_weights_that_are_not_finite_are_not_saved(ranks, tmp_path):
+    texts = ranks(2)(save_nan, replace(RUN, run_dir=str(tmp_path)))
     message = (
         "could not save step 2: transformer.wpe.weight contains NaN or infinity. "
         f"The last good checkpoint is {tmp_path}/checkpoints/step-1"
     )
-    assert texts == [message] * size
+    assert texts == [message] * 2
     assert names(tmp_path) == ["step-1"]
 
 
@@ -321,10 +312,9 @@ def moved_away(world, run_dir):
     yield
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_folder_that_vanished_is_not_made_again(ranks, tmp_path, size):
+def test_a_folder_that_vanished_is_not_made_again(ranks, tmp_path):
     cfg = replace(RUN, run_dir=str(tmp_path / "run"))
-    answers = ranks(size)(fail_to_save, cfg, moved_away, cfg.run_dir)
+    answers = ranks(2)(fail_to_save, cfg, moved_away, cfg.run_dir)
     assert all(answer == answers[0] for answer in answers)
     text, left = answers[0]
     assert text.startswith("could not save step 2: ") and "No such file or directory" in text
@@ -379,38 +369,9 @@ def filled(world, folder):
     dist.barrier()
 
 
-@contextlib.contextmanager
-def read_only(world, folder):
-    """The disk can only be read."""
-    if world.global_rank == 0:
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-    yield
-    if world.global_rank == 0:
-        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
-    dist.barrier()
-
-
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    "spoil, reason", [(filled, "0.00 GB are free there"), (read_only, "Read-only file system")]
-)
-def test_a_full_and_a_read_only_disk(ranks, disk, size, spoil, reason):
-    assert reason in failures(ranks, size, disk / "run", spoil, disk)
-
-
-def save_much(world, folder):
-    """A weight larger than any buffer, so that the disk is full in the middle of it."""
-    path = folder / "step-1"
-    checkpoint.prepare(path, META)
-    state = {"model": {"weight": torch.ones(1000, 10_000)}}
-    with pytest.raises(dcp.CheckpointException) as error:
-        dcp.save(state, storage_writer=checkpoint.Writer(path))
-    return checkpoint.reason_of(error.value)
-
-
-def test_a_disk_that_is_full_in_the_middle_of_a_weight_is_named(ranks, disk):
-    """Not "unexpected pos 704", as torch.save reports it."""
-    assert ranks(1)(save_much, disk) == ["[Errno 28] No space left on device"]
+def test_a_full_disk(ranks, disk, size):
+    assert "0.00 GB are free there" in failures(ranks, size, disk / "run", filled, disk)
 
 
 def start_on(world, folder):
@@ -498,8 +459,7 @@ def test_missing_disk_space_is_warned_of(tmp_path, n_saved, n_needed):
         made_up(run, step)
     line = checkpoint.space(str(run), 100_000_000, 3)
     assert line.startswith("1.20 GB a checkpoint, ") and line.endswith(f" GB free for {run}")
-    for n_params, size in [(8_000, "0.096 MB"), (2_000_000, "24 MB"), (8_333_333, "100 MB")]:
-        assert checkpoint.space(str(run), n_params, 3).startswith(f"{size} a checkpoint, ")
+    assert checkpoint.space(str(run), 8_000, 3).startswith("0.096 MB a checkpoint, ")
 
     largest = shutil.disk_usage(tmp_path).free / n_needed / 12  # parameters that would fit
     fits = checkpoint.space(str(run), int(0.9 * largest), 3)

@@ -75,23 +75,15 @@ def test_defaults_then_files_then_flags(write):
 
 
 def test_an_expected_result_is_that_of_the_settings_it_was_written_for(write):
-    """A file's `expect` goes when a later file or a flag decides otherwise how the run ends."""
-    demo = write('expect = "4.7"\nlr = 2e-3\nwarmup_steps = 5', "demo.py")
-    other = write("d_model = 64", "other.py")
-    default = f"--n_layers={MPTConfig.n_layers}"
-    same_run = "--run_dir=r --pp=2 --microbatch_size=2 --precision=fp32 --attn_impl=sdpa"
-    for words in ("", same_run, "--lr=2e-3", default, f"{other} --expect=another"):
-        assert both(demo, *words.split())["expect"], words
-    for words in ("--lr=1e-3", "--max_steps=60", "--dataset=my/*.txt", other):
-        assert not both(demo, *words.split())["expect"], words
-    assert not config.SAME_RESULT - FIELDS.keys()
+    """A file's `expect` goes when a later file or a flag changes anything."""
+    demo, other = write('expect = "4.7"\nlr = 2e-3', "demo.py"), write("d_model = 64", "other.py")
+    assert both(demo)["expect"] == both(demo, "--lr=1", "--expect=4.7")["expect"] == "4.7"
+    assert both(demo, other)["expect"] == both(demo, "--lr=1e-3")["expect"] == ""
 
 
 def test_a_file_may_compute_and_import_and_its_helpers_are_its_own(write):
-    lines = ["import math", "_gpus = 2 ** 3"]
-    lines += ["microbatch_size = int(math.sqrt(16))", "global_batch_size = 16 * _gpus"]
-    settings = both(write("\n".join(lines)))
-    assert (settings["microbatch_size"], settings["global_batch_size"]) == (4, 128)
+    path = write("import math\n_gpus = 2 ** 3\nglobal_batch_size = 16 * _gpus")
+    assert both(path)["global_batch_size"] == 128
 
 
 def test_what_is_saved_comes_back():
@@ -135,13 +127,10 @@ def test_an_old_name_means_the_new_one(write):
     assert set(config.RENAMED.values()) <= set(FIELDS) and not set(config.RENAMED) & set(FIELDS)
     old, new = write("checkpoint_every = 2\n"), write("recompute_every = 5\n", "new.py")
     for argv, meant in {
-        ("--checkpoint_every=2",): 2,
         ("--checkpoint_every", "2"): 2,
-        (old,): 2,
         (old, "--recompute_every=4"): 4,  # the later one wins, whatever its name
         (new, "--checkpoint_every=2"): 2,
         (old, new): 5,
-        ("--recompute_every=4", "--checkpoint_every=2", "--recompute_every=3"): 3,
     }.items():
         assert both(*argv)["recompute_every"] == meant, argv
     assert "recompute_every must be from 1" in error("--checkpoint_every=0")
@@ -177,7 +166,6 @@ GOOD = [
     ("max_tokens", "1e9", 10**9),
     ("n_layers", "2.0", 2),
     ("lr", "1", 1.0),
-    ("kv_n_heads", "none", None),
     ("kv_n_heads", "None", None),
     ("kv_n_heads", "4", 4),
     ("clip_qkv", "6", 6.0),
@@ -186,12 +174,10 @@ GOOD = [
     ("peak_tflops", "Measure", "measure"),
     ("sharding", "full_shard", "FULL_SHARD"),
     ("precision", "BF16", "bf16"),
-    ("alibi", "true", True),
     ("alibi", "YES", True),
     ("alibi", "1", True),
     ("learned_pos_emb", "false", False),
     ("learned_pos_emb", "0", False),
-    ("learned_pos_emb", "no", False),
     ("dataset", "123", "123"),  # text stays text
     ("run_dir", "none", "none"),
     ("run_dir", "runs/a=b", "runs/a=b"),
@@ -241,23 +227,19 @@ def test_a_value_may_stand_behind_a_space_and_a_bool_needs_none(write):
 
 
 BAD_VALUES = {
-    "--n_layers=two": "a whole number",
     "--n_layers=2.5": "a whole number",
     "--n_layers=inf": "a whole number",
     "--n_layers=none": "a whole number",
-    "--lr=fast": "a number",
     "--lr=": "a number",
     "--alibi=perhaps": "true or false",
     "--kv_n_heads=all": "a whole number or none",
     "--attn_impl=flash": "one of: auto, reference, blocks, sdpa, flex, triton",
     "--logit_scale=sqrt": "a number or one of: inv_sqrt_d_model or none",
-    "n_layers = 2.5": "a whole number",
     "n_layers = True": "a whole number",
     "lr = True": "a number",
     "alibi = 1": "true or false",
     "run_dir = 5": "text",
     "run_dir = None": "text",
-    "schedule = 'no_such_schedule'": "one of: cosine, constant, inv_sqrt",
     "schedule = 3": "one of: cosine, constant, inv_sqrt",
 }
 
@@ -285,25 +267,15 @@ CONTRADICTIONS = {
     "--n_layers=0": "n_layers must be from 1 to 10,000, not 0",
     "--resid_pdrop=1": "resid_pdrop must be from 0 to 0.99, not 1.0",
     "--max_steps=100": "warmup_steps 100 must be below max_steps 100",
-    "--max_steps=100 --schedule=constant": "warmup_steps 100 must be below max_steps 100",
-    "--max_steps=50 --schedule=inv_sqrt": "warmup_steps 100 must be below max_steps 50",
     "--val_fraction=1": "val_fraction must be from 1e-09 to 0.5, not 1.0",
     "--d_model=10 --n_heads=1 --expansion_ratio=0.01": "no hidden width",
     "--d_model=1e6 --n_layers=9999": "expected at most 1e+13",
     "--icl_interval=5": "icl_interval needs tasks",
     "--track=wandb,mlfow": "did you mean 'mlflow'?",
-    "--run_dir=": "run_dir is ''",
-    "--run_dir=\t": "run_dir is '\\t'",
-    "--run_dir=a\0b": r"run_dir is 'a\x00b'",
-    f"--run_dir={__file__}": "expected a folder",
-    "--run_dir=/dev/null": "expected a folder",
+    "--run_dir=": "run_dir is empty",
     "--packing=False": "packing sets nothing for plain text",
-    "--target_responses=all": "target_responses sets nothing for plain text",
     # The layers of other people's models.
     "--lora_targets=q_proj": "did you mean 'Wqkv'?",
-    "--lora_targets=o_proj": "did you mean 'out_proj'?",
-    "--lora_targets=gate_proj": "did you mean 'up_proj'?",
-    "--lora_targets=fc2": "did you mean 'down_proj'?",
     "--lora_targets=all-linear": "did you mean 'all'?",
     "--lora_targets=wqkv": "did you mean 'Wqkv'?",
 }
@@ -320,53 +292,29 @@ NUMBERS = {
     for name, hint in get_type_hints(c).items()
     if set(alternatives(hint)) & {int, float}
 }
-HUGE = "9" * 5000
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_is_finite_and_in_its_range(name, write):
-    """In flags, in files and in saved settings; fast, however large the number is."""
-    low, high = RANGES[name]
-    texts = ["nan", "inf", "-inf", "1e400", "1e300", "-1e300", str(low - 1), str(2 * high)]
-    texts += [HUGE, f"-{HUGE}", "9" * 400]
-    out_of_range = f"{name} must be from "
-    for text in texts:
-        wrong_type = f"{name} in the command line is "
-        assert error(f"--{name}={text}").startswith((out_of_range, wrong_type))
-
-    path = write(f"{name} = 10 ** 5000\n")
-    wrong_type = f"{name} in {path} is a number of 5000 digits, expected"
-    assert error(path).startswith((out_of_range, wrong_type))
-
-    cls = MPTConfig if name in get_type_hints(MPTConfig) else TrainConfig
-    for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high, 10**5000):
-        assert refusal(cls(**{name: value}).check).startswith(out_of_range)
-        message = refusal(from_dict, cls, {name: value}, "x/meta.json")
-        assert message.startswith((out_of_range, f"{name} in x/meta.json is "))
-
-
-def test_every_number_has_a_range_whose_ends_belong_to_it():
-    """One that a forker adds needs none, but must be finite."""
+def test_a_number_is_finite_and_in_its_range():
+    """In flags and in saved settings. One that a forker adds needs none, but must be finite."""
     for name in NUMBERS:
-        for value in RANGES[name]:
-            others = vars(MPTConfig()) | vars(TrainConfig()) | {name: value}
-            check_ranges(types.SimpleNamespace(**others))
+        low, high = RANGES[name]
+        for value in (low, high):
+            check_ranges(types.SimpleNamespace(**{name: value}))
+        cls = MPTConfig if name in get_type_hints(MPTConfig) else TrainConfig
+        refused = f"{name} must be from ", f"{name} in "
+        for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high):
+            assert error(f"--{name}={value}").startswith(refused), (name, value)
+            assert refusal(from_dict, cls, {name: value}).startswith(refused), (name, value)
     check_ranges(types.SimpleNamespace(dropout_of_layers=-1e9))
     assert "not nan" in refusal(check_ranges, types.SimpleNamespace(dropout_of_layers=math.nan))
 
 
-WRONG_SAVED = [
-    ({"d_model": "wide"}, "d_model in m.json is 'wide', expected a whole number"),
-    ({"d_model": None}, "d_model in m.json is None, expected a whole number"),
-    ({"alibi": [1]}, "alibi in m.json is [1], expected true or false"),
-    ({"norm_type": {}}, "norm_type in m.json is {}, expected one of: low_precision_layernorm, "),
-    ({"n_heads": 3}, "d_model 2048 is not a multiple of n_heads 3 (in m.json)"),
-    ({"n_layers": 0}, "n_layers must be from 1 to 10,000, not 0 (in m.json)"),
-]
-
-
 def test_what_is_saved_is_checked_as_well():
-    for values, message in WRONG_SAVED:
+    for values, message in [
+        ({"alibi": [1]}, "alibi in m.json is [1], expected true or false"),
+        ({"norm_type": {}}, "norm_type in m.json is {}, expected one of: low_precision_"),
+        ({"n_heads": 3}, "d_model 2048 is not a multiple of n_heads 3 (in m.json)"),
+    ]:
         assert refusal(from_dict, MPTConfig, values, "m.json").startswith(message)
 
 
@@ -383,15 +331,8 @@ def test_every_sharding_mode_says_what_it_shards_and_when():
 # Config files
 
 # The last of four lines, and what the message says of it.
-SETS_NOTHING = ["d_model: 64", '{"d_model": 64}', "d_model == 64", "d_model, 64", "-5"]
-FAILS = {
-    "import sys; sys.exit(3)": "",
-    "raise SystemExit": "",
-    "exit()": "",
-    "raise GeneratorExit": "",
-    "n_layers = 1 // 0": "ZeroDivisionError",
-    "n_layers = = 1": "SyntaxError",
-}
+SETS_NOTHING = ["d_model: 64", '{"d_model": 64}', "d_model == 64"]
+FAILS = {"exit()": "", "n_layers = 1 // 0": "ZeroDivisionError", "n_layers = = 1": "SyntaxError"}
 
 
 def test_a_line_that_sets_nothing(write):
@@ -482,12 +423,3 @@ def test_a_mistake_is_one_line_and_exit_status_2():
     result = run("config.py", "--n_layer=3")
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: unknown key") and result.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_under_torchrun_it_is_said_once(torchrun):
-    result = torchrun(2, "--n_layer=3")
-    assert result.returncode != 0
-    lines = result.stderr.splitlines()
-    (line,) = [line for line in lines if "n_layer" in line or "config.load" in line]
-    assert line.startswith("error: unknown key 'n_layer'")

@@ -59,26 +59,6 @@ def test_an_unknown_device_has_no_peak(name, arch, units, memory):
     assert devices.lookup(name, arch, units, memory) is None
 
 
-def test_v100_is_known_and_has_no_bf16_peak():
-    assert devices.lookup("Tesla V100-SXM2-32GB", "7.0", 80, 31.7).bf16_tflops is None
-
-
-# {arch: (dense bf16 FLOPs per clock and compute unit, peak clock in MHz)}
-PER_CLOCK = {
-    "gfx908": (512, 1502),
-    "gfx90a": (1024, 1700),
-    "gfx942": (2048, 2100),
-}
-
-
-def test_the_tables_amd_peaks_equal_units_times_clock():
-    for row in devices.TABLE:
-        if row.arch in PER_CLOCK:
-            per_clock, clock = PER_CLOCK[row.arch]
-            peak = row.units * clock * per_clock / 1e6
-            assert row.bf16_tflops == pytest.approx(peak, rel=2e-3), row.name
-
-
 NAMES = {  # {name in the collected table: names in ours}, if they differ
     "V100-SXM2 16/32GB": ("V100 SXM 16GB", "V100 SXM 32GB"),
     "A100-40GB SXM": ("A100 SXM 40GB",),
@@ -135,16 +115,13 @@ def require_found_by_name(device, names: str) -> None:
         assert other.fp16_tflops == pytest.approx(device.fp16_tflops, rel=5e-4), device.name
 
 
-def test_a_card_is_two_torch_devices_and_says_so():
+def test_a_card_is_two_torch_devices():
     for name, peak in (("mi250", 362.1), ("mi250x", 383)):
         gcd = devices.by_name(name)
         assert gcd.per_card == 2
         assert gcd.per_card * gcd.bf16_tflops == pytest.approx(peak)
         assert gcd.watts == 560 / 2
-        with pytest.raises(UserError, match=f"'{name} card' is 2 torch devices: say {name} "):
-            devices.by_name(f"{name} card")
     assert devices.by_name("mi300x").per_card == 1
-    assert devices.by_name("mi300x card").name == "MI300X"
 
 
 def test_a_partition_has_its_share_and_no_known_link():
@@ -228,21 +205,19 @@ def test_this_gpu_is_known_and_reaches_a_plausible_share_of_its_peak():
         assert 0.3 * peak < devices.measure_peak(device, torch.bfloat16) < 1.02 * peak
 
 
-AMX = {"amx_tile": True, "amx_bf16": True, "avx512_bf16": True}
-
-
 @pytest.mark.parametrize(
-    "features, precision, reason",
+    "features, has_bf16",
     [
-        (AMX, "bf16", "this CPU has AMX"),
-        (AMX | {"amx_tile": False}, "", "measured to be the faster one on this CPU"),
-        ({"avx512_bf16": True}, "", "measured to be the faster one on this CPU"),
-        ({"avx2": True, "avx512_bf16": False}, "fp32", "this CPU has no bf16 instructions"),
-        ({}, "", "measured to be the faster one on this CPU"),  # PyTorch does not say
+        ({"amx_tile": True, "amx_bf16": True}, True),
+        ({"avx512_bf16": True}, True),
+        ({"avx2": True, "avx512_bf16": False}, False),
+        ({"bf16": True}, False),  # of ARM: not known to be faster
+        ({}, False),
     ],
 )
-def test_the_precision_of_a_cpu_follows_from_its_features(features, precision, reason):
-    assert devices.cpu_precision(features) == (precision, reason)
+def test_the_precision_of_a_cpu_follows_from_its_features(monkeypatch, features, has_bf16):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
+    assert devices.computes_in_bf16(torch.device("cpu")) == has_bf16
 
 
 # --- A GPU that cannot be used
@@ -320,32 +295,23 @@ def test_a_launch_beside_a_gpu_that_torch_cannot_use(
     assert said.startswith(words) and said.count("\n") == bool(words)
 
 
-GIB = 2**30
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """`gpu(...)`: as if torch saw this GPU. `fault`: the error that its first kernel raises."""
 
-    def see(arch="9.0", free=79 * GIB, fault=None, reserved=0, integrated=0):
+    def see(arch, fault=None):
         def ones(size, device):
-            if fault:
-                raise fault
-            return torch.zeros(size)
+            raise fault
 
         is_amd = arch.startswith("gfx")
-        facts = {"name": "Big GPU", "is_integrated": integrated}
-        if is_amd:
-            facts["gcnArchName"] = f"{arch}:sramecc+:xnack-"
-        else:
+        facts = {"name": "Big GPU", "gcnArchName": f"{arch}:sramecc+:xnack-"}
+        if not is_amd:
             facts["major"], facts["minor"] = map(int, arch.split("."))
         properties = SimpleNamespace(**facts)
         monkeypatch.setattr(torch.version, "hip", "6.4" if is_amd else None)
         monkeypatch.setattr(torch, "ones", ones)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
 
     return see
 
@@ -374,24 +340,6 @@ def test_a_gpu_that_cannot_be_opened_is_one_line(gpu, arch, fault, words):
 
 
 @pytest.mark.parametrize(
-    "facts, words",
-    [
-        ({}, None),
-        ({"free": 41 * GIB}, None),
-        ({"free": 5 * GIB}, "has only 5.0 of 80 GB free: nvidia-smi lists"),
-        ({"free": 5 * GIB, "reserved": 70 * GIB}, None),  # by this process itself
-        ({"free": 5 * GIB, "integrated": 1}, None),  # the rest may be the CPU's page cache
-    ],
-)
-def test_a_nearly_full_gpu_is_noted(gpu, facts, words, capsys):
-    gpu(**facts)
-    devices.open_gpu(CUDA)
-    printed = capsys.readouterr().err
-    assert len(printed.splitlines()) == bool(words)
-    assert not words or (printed.startswith("note: rank 0 ") and words in printed)
-
-
-@pytest.mark.parametrize(
     "arch, has_bf16",
     [("8.0", True), ("gfx908", True), ("gfx1100", True), ("gfx1250", True)]
     + [("7.5", False), ("gfx906", False), ("gfx1030", False), ("gfx1010", False)],
@@ -404,9 +352,9 @@ def test_bf16_on_a_gpu_that_only_emulates_it(gpu, monkeypatch, arch, has_bf16):
     assert devices.computes_in_bf16(CUDA) == has_bf16
     precision, reason = devices.choose_precision(TrainConfig(precision="auto"), CUDA)
     assert precision == ("bf16" if has_bf16 else "fp32")
-    assert has_bf16 or reason == "this GPU only emulates bf16"
+    assert has_bf16 or reason == "this device only emulates bf16"
 
-    hint = "" if has_bf16 else ", though this GPU only emulates bf16: consider --precision=fp32"
+    hint = "" if has_bf16 else ", though this device only emulates bf16: consider --precision=fp32"
     chosen = devices.choose_precision(TrainConfig(precision="bf16"), CUDA)
     kept = devices.choose_precision(TrainConfig(precision="auto"), CUDA, saved="bf16")
     assert chosen == ("bf16", "as set" + hint) and kept == ("bf16", "as in the checkpoint" + hint)

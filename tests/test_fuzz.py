@@ -1,4 +1,5 @@
-"""Every reader gets damaged and malicious files: a result, or one line that names the file.
+"""Readers of files that others write get damaged and malicious ones: a result, or one line that
+names the file. Of what a run writes for itself: its data, its metrics, its checkpoints.
 
 A reader may raise UserError or OSError and nothing else. It may take 10 s and 1.5 GB more memory.
 One process imports everything once and forks a child for each reader. A child that hangs or dies
@@ -57,25 +58,14 @@ def train_config(folder):
     return TrainConfig(**names, val_fraction=0.1, run_dir=str(folder))
 
 
-def chat_config(folder):
-    """The settings of prompts and responses, and how long their rows are."""
-    from dataclasses import replace
-
-    names = {"dataset": f"{folder}/chat.jsonl", "data_format": "chat"}
-    return replace(train_config(folder), **names, chat_template=f"{folder}/template"), 64
-
-
 def chat_file(name):
-    """A maker of a chat with its template and its rows, of which the file `name` is damaged."""
+    """A maker of a chat with its template, of which the file `name` is damaged."""
 
     def make(folder):
-        from text.prepare import prepare
-
         (folder / "template").mkdir()
         template = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": "</s>"}}
         (folder / "template/tokenizer_config.json").write_text(json.dumps(template))
         (folder / "chat.jsonl").write_text(lines(*CHAT * 10))
-        prepare(chat_config(folder)[0], max_seq_len=64)
         return folder / name
 
     return make
@@ -259,40 +249,11 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 CHAT = [{"prompt": "2+2=", "response": "4"}, {"messages": [USER, ANSWER, USER, ANSWER]}]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEXTS = [{"text": "one"}, {"text": "two", "x": 1}]
-MACHINE = {
-    "device": "AMD Instinct MI250X",
-    "ranks": 8,
-    "nodes": 1,
-    "memory_gbs": 1300.0,
-    "matmul_tflops": {"bf16": {"4096": 120.0}},
-    "collectives_gbs": {"all": {"all_gather": {"1": 40.0}, "all_reduce": {"1": 30.0}}},
-    "latency_us": {"all": 50.0},
-}
-RUN = {"flags": "--n_layers=2", "ranks": 8, "nodes": 1, "tokens_per_second": 4e5}
-MEASUREMENTS = {"device": "AMD Instinct MI250X", "node_size": 8, "attention": 0.3}
-MEASUREMENTS |= {"machine": MACHINE, "runs": [RUN]}
 
 
 def lines(*rows):
     """Rows as JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def table():
-    """A CSV of bench train with two rows."""
-    from bench.compare import COLUMNS, FIGURES, MAYBE
-
-    known = {"status": "ok", "model": "mpt", "device": "AMD Instinct MI250X", "others": ""}
-    known |= {"d_model": 768, "n_layers": 12, "n_heads": 12}
-    known |= {"max_seq_len": 2048, "vocab_size": 50368, "precision": "bf16", "ranks": 8}
-    known |= {"microbatch_size": 8, "global_batch_size": 256, "grad_accum": 4}
-    known |= {"sharding": "FULL_SHARD", "activation_checkpointing": "none", "recompute_every": 1}
-    known |= {"tokens_per_second": 200000, "hfu": 0.4}
-    ones = "fastest slowest memory_gb data forward backward optimizer".split()
-    known |= dict.fromkeys(ones, 1)
-    names = sorted(COLUMNS | known.keys() | {"communication", "idle"})
-    cells = [str(known.get(name, 1 if name in FIGURES + MAYBE else "")) for name in names]
-    return "\n".join([",".join(names), ",".join(cells), ",".join(cells), ""])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -313,17 +274,6 @@ def read_data(path, folder):
     assert np.array_equal(tokens, np.load(folder / "right.npy"))
 
 
-def read_rows(path, folder):
-    import data
-    from text.prepare import open_or_prepare
-
-    open_or_prepare(*chat_config(folder))
-    split = data.Split(folder / "tokens", "train", 64)
-    rows = split.batch(0, 0, 4)
-    assert rows.min() >= -257 and rows.max() < 257
-    split.describe_rows()
-
-
 def read_chat(path, folder):
     from text import chat
 
@@ -342,24 +292,6 @@ def read_run(path, folder):
     runlog.summary(str(folder))
     cfg = train_config(folder)
     runlog.RunLog(cfg, 0).start(MPTConfig(), cfg, {"ranks": 1}, folder / "tokenizer.json", 8)
-
-
-def read_card(path, folder):
-    from weights import card
-
-    card.page(folder, "a run", card.record_of(folder))
-
-
-def read_lease(path, folder):
-    from lifecycle import lease
-
-    lease.owner(lease.read_lease(path))
-
-
-def read_microbatch(path, folder):
-    from lifecycle import microbatch
-
-    microbatch.write(train_config(folder), {"ranks": 1}, 4, "fits")
 
 
 def read_checkpoint(path, folder):
@@ -424,21 +356,6 @@ def read_mds(path, folder):
         assert len(document)
 
 
-def read_measured(path, folder):
-    from planning import calibrate
-    from planning.fleet import FleetArgs
-
-    calibrate.from_files([str(path)], FleetArgs(device="mi250"))
-
-
-def read_table(path, folder):
-    from bench import compare
-
-    rows = compare.read(path)
-    compare.tables(rows, str(path))
-    compare.scalings(compare.measured(rows, str(path)))
-
-
 def read_config(path, folder):
     import config
 
@@ -446,24 +363,16 @@ def read_config(path, folder):
 
 
 CONFIG = "_n = 4\nd_model = 16 * _n\nn_heads = 2\nlr = 1e-3\n"
-YAML = "d_model: 64\nn_heads: 2\nlr: 1e-3\n"
 TABLE = 'id,text\n1,"one, two"\n2,größe\n3,"a ""word"" and\na line"\n' * 9
-LEASE = json.dumps({"host": "a", "pid": 3, "job": None, "beat": 2})
-RECORD = json.dumps([{"microbatch_size": 4, "reason": "fits", "circumstances": {"ranks": 2}}])
 GENERATION = json.dumps({"eos_token_id": [0, 2], "pad_token_id": 1, "top_k": 5})
 READERS = {  # name -> (maker, reader)
     "dataset.json": (dataset_json, read_data),
     "shard": (shard, read_data),
-    "rows": (chat_file("tokens/train-00000.bin"), read_rows),
     "chat.jsonl": (chat_file("chat.jsonl"), read_chat),
     "tokenizer_config.json": (chat_file("template/tokenizer_config.json"), read_chat),
     "metrics.jsonl": (run_folder("metrics.jsonl"), read_run),
     "launches.jsonl": (run_folder("launches.jsonl"), read_run),
     "config.json of a run": (run_folder("config.json"), read_run),
-    "metrics.jsonl of a card": (run_folder("metrics.jsonl"), read_card),
-    "config.json of a card": (run_folder("config.json"), read_card),
-    "lease.json": (written("lease.json", LEASE), read_lease),
-    "microbatch.json": (written("microbatch.json", RECORD), read_microbatch),
     "meta.json": (checkpoint_file("meta.json"), read_checkpoint),
     "checksums.json": (checkpoint_file("checksums.json"), read_checkpoint),
     ".metadata": (checkpoint_file(".metadata"), read_checkpoint),
@@ -491,15 +400,10 @@ READERS = {  # name -> (maker, reader)
     "shard.mds of bytes": (mds_file("bytes-int32", "shard.00000.mds"), read_mds),
     "shard.mds.snappy": (mds_file("snappy", "shard.00000.mds.snappy"), read_mds),
     "shard.mds.zstd": (mds_file("text", "shard.00000.mds.zstd"), read_mds),
-    "machine.json": (written("machine.json", json.dumps(MACHINE)), read_measured),
-    "mine.json": (written("mine.json", json.dumps(MEASUREMENTS)), read_measured),
-    "bench.csv, calibrating": (written("bench.csv", table()), read_measured),
-    "bench.csv, comparing": (written("bench.csv", table()), read_table),
     "config.py": (written("config.py", CONFIG), read_config),
-    "config.yaml": (written("config.yaml", YAML), read_config),
 }
 # A setting out of range is reported without the file that sets it.
-NEED_NOT_NAME_THE_FILE = {"config.py", "config.yaml"}
+NEED_NOT_NAME_THE_FILE = {"config.py"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -699,8 +603,7 @@ def main(argv) -> None:
     n_cases = next((int(word[8:]) for word in argv if word.startswith("--cases=")), CASES)
     names = [word for word in argv if not word.startswith("--")]
     modules = """
-        bench.compare planning.calibrate weights.load weights.hf weights.peft evaluation.zero_shot
-        lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.stopping
+        weights.load weights.hf weights.peft evaluation.tasks lifecycle.plot lifecycle.stopping
         pyarrow.parquet torch._dynamo
     """
     for module in modules.split():

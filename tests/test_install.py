@@ -276,7 +276,6 @@ BROKEN = {  # what happens to `.venv` -> how
     "killed": killed_while_the_venv_is_made,
     "no lib": lambda project, rocm: shutil.rmtree(project.venv / "lib"),
     "a stamp cut": lambda project, rocm: os.truncate(project.venv / STAMP, 20),
-    "an odd stamp": lambda project, rocm: (project.venv / STAMP).write_text("[]"),
 }
 
 
@@ -326,21 +325,13 @@ def test_a_venv_that_is_not_ours_to_delete_is_one_line(project, make):
     assert contents(pathlib.Path(project.folder)) == before
 
 
-NO_VENV = f"sudo apt install python{install.python_version()}-venv"
-BAD_PYTHONS = {  # what its sitecustomize.py does -> the error
-    "sys.version_info = (3, 9, 1, 'final', 0)": "is Python 3.9, too old: make PYTHON=python3.12",
-    "sys.modules['ensurepip'] = None": NO_VENV,
-}
-
-
-@pytest.mark.parametrize("trick, message", BAD_PYTHONS.items(), ids=["old", "no ensurepip"])
-def test_a_python_that_will_not_do_is_one_line_with_the_fix(project, tmp_path, trick, message):
+def test_a_python_that_is_too_old_is_one_line(project, tmp_path):
     below = python(tmp_path / "below")
     os.mkdir(tmp_path / "trick")
-    (tmp_path / "trick" / "sitecustomize.py").write_text("import sys\n" + trick)
-    out = project.run(below, "install.py", status=2, PYTHONPATH=str(tmp_path / "trick"))
-    *progress, last = out.splitlines()
-    assert message in last and all(line.startswith("install: ") for line in progress)
+    old = "import sys\nsys.version_info = (3, 9, 1, 'final', 0)"
+    (tmp_path / "trick" / "sitecustomize.py").write_text(old)
+    (line,) = project.run(below, "install.py", status=2, PYTHONPATH=tmp_path / "trick").splitlines()
+    assert "is Python 3.9, too old: make PYTHON=python3.12" in line
     assert not os.path.exists(project.folder + "/.venv")
 
 
@@ -368,13 +359,6 @@ def test_the_build_of_torch_follows_the_devices(tmp_path, capsys):
     assert index(has_torch=True) is None  # ROCm's torch is there
     (tmp_path / "dev/nvidia0").touch()
     assert index() is None
-
-
-def test_a_requirement_file_that_is_missing_is_one_line(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        install.main(["nowhere.txt"])
-    assert stopped.value.code == 2
-    assert "no requirement file 'nowhere.txt'" in capsys.readouterr().err
 
 
 def test_every_requirement_is_pinned_and_every_pin_is_required():

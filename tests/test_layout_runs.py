@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
 from dataclasses import asdict
 from unittest import mock
 
@@ -286,20 +285,6 @@ def test_scores_do_not_depend_on_the_stages(ranks, size, precision, layouts):
 def test_programs_without_tensor_ranks_or_stages_say_so(program, flag):
     with pytest.raises(UserError, match="does not cut a model that way"):
         program.main(["runs/demo", flag])
-
-
-@pytest.mark.parametrize(
-    "size, tp, pp, fix",
-    [
-        (3, 1, 2, "start a multiple of 2, or set tp x pp to 1 or 3"),
-        (1, 1, 4, "start a multiple of 4, or set tp x pp to 1"),
-        (6, 2, 2, "start a multiple of 4, or set tp x pp to 3 or 6"),
-    ],
-)
-def test_numbers_of_ranks_that_fit_are_named(size, tp, pp, fix):
-    world = processes.World(0, size, 0, size, "cpu")
-    with pytest.raises(UserError, match=f"{re.escape(fix)}$"):
-        processes.in_grid(world, tp, pp)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -336,31 +337,18 @@ def test_the_cause_of_an_error_decides_the_exit_status(tmp_path):
     assert "Traceback" in lines["bug"]
 
 
-NCCL_SETTINGS = """
-import os
-from datetime import timedelta
-import torch.distributed as dist
-import processes
-
-names = ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]
-show = lambda: print([os.environ.get(name) for name in names])
-processes.start("cpu")
-show()
-dist.destroy_process_group()
-processes.start("cpu", timedelta(hours=2))
-show()
-os.environ.pop(names[0])
-os.environ["NCCL_ASYNC_ERROR_HANDLING"] = "1"
-processes.quiet_nccl(timedelta(hours=3))
-show()
-"""
-
-
-@pytest.mark.slow
-def test_nccl_ends_a_rank_itself_unless_a_watchdog_of_ours_does(tmp_path):
-    """Its own is on by default: programs without ours must end when a collective fails."""
-    lines = in_root(NCCL_SETTINGS, tmp_path).splitlines()
-    assert lines == ["[None, None]", "['0', '7200']", "[None, '7200']"]
+def test_nccl_leaves_it_to_our_watchdog_unless_the_user_says_otherwise(monkeypatch):
+    names = ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]
+    monkeypatch.setattr(processes, "join", lambda *_: None)
+    two_hours = timedelta(hours=2)
+    for users, timeout, expected in [
+        ({}, None, [None, None]),  # of a program without ours: NCCL must end it
+        ({}, two_hours, ["0", "7200"]),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, two_hours, [None, "7200"]),
+    ]:
+        monkeypatch.setattr(os, "environ", dict(users))
+        processes.start("cpu", timeout)
+        assert [os.environ.get(name) for name in names] == expected
 
 
 # -------------------------------------------------------------------------------------------------
@@ -417,20 +405,14 @@ def test_freed_gpu_memory_is_joined_unless_the_user_says_otherwise(
     monkeypatch, build, users, expected
 ):
     """Set before a device is picked: that starts CUDA, which reads the variable once."""
-    names = (ALLOCATOR, "PYTORCH_ALLOC_CONF")
-    for name in names:
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
-        monkeypatch.delenv(name)
-    for name, value in users.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", users)
     monkeypatch.setattr(torch.version, "cuda", build)
 
     def pick_device(*args):
-        assert {name: os.environ[name] for name in names if name in os.environ} == expected
-        raise UserError("picked")
+        raise UserError(str(os.environ))
 
     monkeypatch.setattr(processes, "pick_device", pick_device)
-    with pytest.raises(UserError, match="picked"):
+    with pytest.raises(UserError, match=re.escape(str(expected))):
         processes.start("cuda")
 
 

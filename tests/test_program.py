@@ -13,7 +13,7 @@ from forks import Forks
 import program
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-LIGHT = ["config.py", "install.py", "flops.py", "plan.py", "program.py"]  # without torch: 0.1 s
+LIGHT = ["config.py", "install.py", "flops.py", "plan.py"]  # without torch: 0.1 s
 
 
 def programs() -> dict:
@@ -25,7 +25,7 @@ def programs() -> dict:
             files[f"{folder}{separator}{path.stem}"] = path
         if (ROOT / folder / "__main__.py").exists():
             files[folder] = ROOT / folder / "__main__.py"
-    return {name: path for name, path in files.items() if "if __name__ ==" in path.read_text()}
+    return {name: path for name, path in files.items() if "\nif __name__ ==" in path.read_text()}
 
 
 PROGRAMS = programs()
@@ -86,15 +86,9 @@ needs_dev_full = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["program.py", "A", "runs/ü"],
-        ["-c", "from lifecycle import stopping; stopping.while_loading(['--run_dir=runs/ü'])"],
-    ],
-    ids=["program", "trainer"],
-)
-def test_a_name_that_the_terminal_cannot_show_is_escaped(command):
+def test_a_name_that_the_terminal_cannot_show_is_escaped():
+    words = "from lifecycle import stopping; stopping.while_loading(['--run_dir=runs/ü'])"
+    command = ["-c", words]
     options = {"cwd": ROOT, "env": rooms_on_path() | ASCII, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, *command], **options)
     assert (done.returncode, done.stderr) == (0, "") and "runs/\\xfc" in done.stdout
@@ -104,11 +98,10 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(command):
 def test_output_to_a_full_disk_is_one_line_and_status_2(tmp_path):
     """Even where the error itself cannot be written, as with `>log 2>&1`."""
     with open("/dev/full", "w") as full:
-        for words in (["config.py"], ["program.py", "A"], ["program.py", "A", "B"]):
-            command = [sys.executable, ROOT / words[0], *words[1:]]
-            errors = subprocess.PIPE if words == ["config.py"] else full
+        for errors in (subprocess.PIPE, full):
+            command = [sys.executable, ROOT / "config.py"]
             done = subprocess.run(command, stdout=full, stderr=errors, text=True, cwd=tmp_path)
-            assert done.returncode == 2, words
+            assert done.returncode == 2
             assert errors is full or "No space left" in done.stderr
 
 
@@ -150,23 +143,16 @@ def test_without_its_arguments_a_program_says_what_it_needs(name, forked):
 # A command -> the missing file or folder that its error must name.
 READERS = {
     "generate.py nowhere": "nowhere",
-    "generate.py nowhere/checkpoints/step-3": "nowhere",
-    "weights.hf export nowhere out": "nowhere",
     "weights.hf import nowhere out": "nowhere",
     "lifecycle.plot nowhere": "nowhere",
     "lifecycle.runlog nowhere": "nowhere",
     "lifecycle.resume nowhere": "nowhere",
-    "lifecycle.lease nowhere": "nowhere",
-    "lifecycle.microbatch nowhere": "nowhere",
     "evaluation nowhere --tasks={words}": "nowhere",
-    "evaluation.tasks nowhere.txt out.jsonl": "nowhere.txt",
     "weights.tensor_files nowhere": "nowhere",
     "text.shards nowhere.bin": "nowhere.bin",
-    "storage.files nowhere.json": "nowhere.json",
     "bench compare nowhere.csv": "nowhere.csv",
     "planning.calibrate nowhere.csv --device=mi250": "nowhere.csv",
     "plan.py --device=mi250 --calibrate=nowhere.json": "nowhere.json",
-    "text.corpus nowhere.txt": "nowhere.txt",
     "text.tokenizer nowhere/tokenizer.json": "nowhere/tokenizer.json",
     "fsdp_train.py configs/nowhere.py": "nowhere.py",
     "fsdp_train.py --init_from=nowhere --data_dir={data}": "nowhere",
@@ -202,22 +188,6 @@ def test_the_number_of_arguments():
             program.arguments(argv, names)
 
 
-def test_a_lack_of_memory_is_one_line_and_other_errors_of_that_class_are_bugs(capsys):
-    def run(error):
-        def main(argv):
-            raise error
-
-        program.run(main)
-
-    for error in (MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")):
-        with pytest.raises(SystemExit, match="2"):
-            run(error)
-        line = capsys.readouterr().err
-        assert line.startswith("error: out of memory (") and line.count("\n") == 1
-    with pytest.raises(RuntimeError, match="shapes"):
-        run(RuntimeError("shapes differ"))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have another OpenMP")
 @pytest.mark.parametrize("words", ["fsdp_train.py", "generate.py", "-m evaluation"])
@@ -247,26 +217,18 @@ STEP = "{S}_STEP_ID=0 {S}_PROCID=3 {S}_LOCALID=1 {S}_NTASKS=4 {S}_NNODES=2"
     [
         ("", (0, 1, 0, 1)),
         ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", (3, 4, 1, 2)),
-        ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1", (3, 4, 1, 1)),  # a launcher of one's own
         (f"RANK=0 WORLD_SIZE=2 {STEP} OMPI_COMM_WORLD_SIZE=x", (0, 2, 0, 1)),  # torchrun in a step
         (STEP, (3, 4, 1, 2)),
         ("{S}_STEP_ID=0 {S}_PROCID=0 {S}_NTASKS=4 {S}_STEP_NUM_TASKS=1", (0, 1, 0, 1)),
         ("{S}_PROCID=1", (0, 1, 0, 1)),  # left in a shell
-        ("{S}_NTASKS=4", (0, 1, 0, 1)),  # a shell of salloc
         ("LOCAL_RANK=3 LOCAL_WORLD_SIZE=x MASTER_PORT=", (0, 1, 0, 1)),
-        ("RANK=", "RANK=''"),
         ("RANK=1", "RANK=1"),
-        ("RANK=-1 WORLD_SIZE=2", "RANK='-1'"),
         ("RANK=4 WORLD_SIZE=4", "RANK=4, WORLD_SIZE=4"),
-        ("RANK=0 WORLD_SIZE=two", "WORLD_SIZE='two'"),
         ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK=2"),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=4"),
         ("WORLD_SIZE=4", "WORLD_SIZE=4: start with srun or torchrun"),
         ("{S}_PROCID=0 {S}_LOCALID=0 {S}_NTASKS=4", "SLURM_NTASKS=4: start with srun or torchrun"),
         ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2: start with srun or torchrun"),
-        ("PMI_SIZE=", "PMI_SIZE=''"),
         ("{S}_STEP_ID=0 {S}_PROCID=0 {S}_NTASKS=2", "SLURM_LOCALID is not set"),
-        (f"{STEP} {{S}}_STEP_NUM_TASKS=", "SLURM_STEP_NUM_TASKS=''"),
         (f"{STEP} {{S}}_STEP_NUM_TASKS=3", "SLURM_PROCID=3"),
     ],
 )

@@ -16,7 +16,7 @@ import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import microbatch
 from planning import memory
-from program import UserError, out_of_memory
+from program import UserError, out_of_memory, user_error
 
 CPU = torch.device("cpu")
 SMALL = MPTConfig(d_model=32, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=64)
@@ -68,7 +68,7 @@ NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27
 )
 def test_every_library_s_want_of_memory_is_known_and_no_lost_rank(error):
     assert out_of_memory(error) and not processes.is_lost(error)
-    assert str(processes.user_error(error)).startswith("out of memory (")
+    assert str(user_error(error)).startswith("out of memory (")
 
 
 @pytest.mark.parametrize(
