@@ -61,22 +61,12 @@ model.py: test_model.py
 - F.pad(ended[:, :-1], (1, 0))
 + ended
 
-the initial weights of out_proj and down_proj are too large
-model.py: test_model.py
-- math.sqrt(2 * cfg.n_layers)
-+ math.sqrt(cfg.n_layers)
-
 # --- loss
 
 the gradient of the z-loss is half of what it should be
 loss.py: test_loss.py
 - probs.mul_(1 + 2 * z_loss * log_z)
 + probs.mul_(1 + z_loss * log_z)
-
-labels that do not count have a gradient
-loss.py: test_loss.py
-- (grad @ weight).mul_(counted)
-+ (grad @ weight)
 
 the loss kernel does not move its sums to a new maximum
 gpu_kernels/cross_entropy.py: gpu_kernels/test_cross_entropy.py
@@ -95,11 +85,6 @@ data.py: test_mixture.py
 - schedules * self.counts[sources] + self.numbers[places]
 + self.numbers[places]
 
-a source of a mixture may run ahead of its share
-data.py: test_mixture.py
-- if counts[k] * length < (n + 1) * part]
-+ if counts[k] < part]
-
 a damaged block of a store is learned
 text/stream.py: text/test_from_a_store.py
 - pieces(content)] == expected
@@ -115,24 +100,7 @@ text/tokenizer.py: text/test_chat.py
 - text = text.replace(name, name[0] + MARK + name[1:])
 + break
 
-a BPE learns its merges in another order
-text/tokenizer.py: text/test_tokenizer.py
-- heap = [(-total, pair)
-+ heap = [(-total, pair[::-1])
-
-an end-of-text is put into the documents that rows of MDS shards are cut from
-text/mds.py: text/test_mds.py
-- len(row) not in (0, row_length)
-+ len(row) != 0
-
 # --- optimizer and step
-
-the warm-up ends a step early
-optim.py: test_optim.py
-- return t / cfg.warmup_steps
--     progress
-+ return (t + 1) / cfg.warmup_steps
-+     progress
 
 weight decay is multiplied by the learning rate
 optim.py: test_optim.py
@@ -188,19 +156,7 @@ pipeline.py: test_layouts.py::test_each_layout_trains_as_one_process
 - grad += pipe.transfer(
 + pipe.transfer(
 
-each stage clips by the norm of its own gradients
-parallel.py: test_layouts.py::test_each_layout_trains_as_one_process
--     if pipe:
--         dist.all_reduce(total,
-+     if False:
-+         dist.all_reduce(total,
-
 # --- adapters
-
-B does not begin at zero, so adapters change the model before the first step
-lora.py: test_lora.py::test_at_the_start_a_model_is_exactly_its_base
-- if name.endswith("lora_A"):
-+ if True:
 
 the base is trained together with its adapters
 lora.py: test_lora.py::test_only_what_is_asked_for_trains
@@ -213,11 +169,6 @@ a checkpoint has one tensor rank's parts as if they were whole tensors
 checkpoint.py: test_resharding.py::test_each_layout_saves_the_whole_and_loads_it
 - if layout is None:
 + if True:
-
-a resumed run trains with the saved learning rate, not with the one that is set
-checkpoint.py: test_checkpoint.py
-- group.update(settings)
-+ pass
 
 a flipped bit in a checkpoint is not noticed
 storage/checkpoint_files.py: storage/test_checkpoint_files.py
@@ -239,25 +190,10 @@ storage/object_store.py: storage/test_object_store.py
 - more["checksum_algorithm"] = "SHA256"
 + pass
 
-what is damaged on the way down is taken
-storage/object_store.py: storage/test_object_store.py
-- found[1] if crc is None else crc
-+ found[1]
-
-a lost answer locks a run out of its own lease
-storage/object_store.py: storage/test_object_store.py
-- return self.get(key) == content
-+ return False
-
 a half-deleted checkpoint in a store counts as complete
 storage/remote_checkpoints.py: storage/test_remote_checkpoints.py
 - if is_whole else None
 + if True else None
-
-what is half deleted in a store still looks complete
-storage/remote_checkpoints.py: storage/test_remote_checkpoints.py
-- file != LIST)
-+ file == LIST)
 
 # --- the life of a run
 
@@ -286,16 +222,6 @@ lifecycle/resume.py: lifecycle/test_resume.py
 - min(skipped_now.stop, meta["step"])
 + min(skipped_now.stop, meta["step"] - 1)
 
-after running out of memory, the run announces the same microbatch again
-lifecycle/microbatch.py: lifecycle/test_microbatch.py
-- half = cfg.microbatch_size // 2
-+ half = cfg.microbatch_size
-
-a tracker gets a step again after a restart
-lifecycle/trackers.py: lifecycle/test_trackers.py
-- sorted(self.found) if step > last
-+ sorted(self.found) if step >= last
-
 of ranks that hang, one that waits for others is named, too
 lifecycle/watchdog.py: lifecycle/test_watchdog.py
 - if line != WAITS
@@ -318,11 +244,6 @@ serving/sampling.py: serving/test_sampling.py
 - outside = likelier >= top_p
 + outside = likelier > top_p
 
-a key that is written with escapes may have any value
-serving/constraint.py: serving/test_constraint.py
-- "json_allowed_escapes": 'nrbtf\\"'
-+ "json_allowed_escapes": 'nrbtfu\\"'
-
 two versions of an adapter share a slot and cached prompts
 serving/catalog.py: serving/test_catalog.py
 - return f"{self.path} (version {self.version})" if
@@ -333,29 +254,12 @@ serving/rows.py: serving/test_engine.py::test_texts_are_those_of_the_one_text_lo
 -         self.pads.append(pad)
 +         self.pads.append(max(pad - 1, 0))
 
-the keys of the last row stay behind when its text moves to a row that is free
-serving/rows.py: serving/test_engine.py::test_texts_are_those_of_the_one_text_loop
--             for layer in self.layers:
--                 layer[row
-+             for layer in self.cache.v:
-+                 layer[row
-
-the log-probabilities of a prompt are those of the tokens before
-serving/engine.py: serving/test_engine.py::test_log_probabilities_are_those_of_the_model
-- following = request.text.ids[cache.length + 1 : cache.length + 1
-+ following = request.text.ids[cache.length : cache.length
-
 the keys of running texts stay where they are when the rows are shifted
 serving/rows.py: serving/test_engine.py::test_rows_are_shifted_when_the_columns_are_used_up
 -         for layer in self.layers:
 -             texts
 +         for layer in self.cache.v:
 +             texts
-
-what an earlier text has left before the text of a row stays there, NaN as well
-serving/rows.py: serving/test_engine.py::test_texts_are_those_of_the_one_text_loop
--             layer[row, :, :pad] = 0
-+             pass
 
 the beginning of a prompt is shared with texts of other adapters
 serving/engine.py: serving/test_engine.py::test_a_beginning_belongs_to_its_adapter
@@ -384,11 +288,6 @@ planning/memory.py: planning/test_memory.py
 - MOMENTS: 8 * rank.n_trained}
 + MOMENTS: 4 * rank.n_trained}
 
-the planner takes the slowest layout
-planning/search.py: planning/test_search.py
-- rated.sort(key=lambda layout: -layout[0])
-+ rated.sort(key=lambda layout: layout[0])
-
 # --- jobs and the page
 
 two workers take one job
@@ -396,22 +295,12 @@ web/worker.py: web/test_jobs.py::test_no_job_is_taken_twice
 - fcntl.LOCK_EX | fcntl.LOCK_NB
 + fcntl.LOCK_SH | fcntl.LOCK_NB
 
-a job's fourth start follows its third death
-web/worker.py: web/test_jobs.py::test_a_training_that_fails_ends_its_job_with_the_reason
-- if deaths >= MOST_DEATHS:
-+ if deaths > MOST_DEATHS:
-
 an upload may have one wrong line
 web/files.py: web/test_uploads.py
 -     if faults:
 -         raise refusal_of
 +     if len(faults) > 1:
 +         raise refusal_of
-
-a curve loses the maximum between two of its points
-lifecycle/plot.py: web/test_runs.py
-- np.maximum.reduceat(values, begins)
-+ values[begins]
 
 a link leads out of the folder of runs
 web/runs.py: web/test_runs.py

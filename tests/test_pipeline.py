@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import slowly
-from layouts import MODEL, RUN, build, check, curves, take_steps
+from layouts import MODEL, RUN, build, check, take_steps
 
 import pipeline
 from pipeline import Pipe, blocks_of, most_kept, order
@@ -287,20 +287,3 @@ def test_tensor_ranks_of_a_stage_draw_the_same_masks(ranks, sequence_parallel):
 def test_dropout_of_the_embedding_is_that_of_one_process(ranks):
     """The first stage draws as one process does; other stages have nothing to draw."""
     check(ranks, 2, [(replace(MODEL, emb_pdrop=0.3), replace(RUN, pp=2))])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, grid",
-    [(4, {"pp": 4}), (4, {"pp": 2, "tp": 2, "sequence_parallel": True})],
-)
-def test_recomputation_draws_the_masks_of_the_forward(ranks, size, grid):
-    """Though forwards of later microbatches come in between. Bit by bit."""
-    model_cfg = replace(MODEL, resid_pdrop=0.2, emb_pdrop=0.2, attn_pdrop=0.2)
-    hows = [("none", 1), ("full", 1), ("full", 2), ("selective", 1)]
-    jobs = []
-    for how, every in hows:
-        cfg = replace(RUN, activation_checkpointing=how, recompute_every=every, **grid)
-        jobs.append((model_cfg, cfg))
-    for kept, *recomputed in ranks(size)(curves, jobs, 3):
-        assert all(curve == kept for curve in recomputed)
