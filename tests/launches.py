@@ -128,8 +128,9 @@ class Job:
         self.processes = []
         for rank in range(size):
             variables = torchrun_variables(rank, size, port)
-            arguments = (str(folder), variables, main, list(map(str, argv)), fault)
-            self.processes.append(FORKS.Process(target=be_a_rank, args=arguments))
+            place = (str(folder), "log", variables, fault)
+            arguments = (processes.run, main, list(map(str, argv)), *place)
+            self.processes.append(FORKS.Process(target=be_a_program, args=arguments))
             self.processes[-1].start()
 
     def send(self, number: int, rank: int) -> None:
@@ -169,18 +170,6 @@ class Job:
             process.join()
 
 
-def be_a_rank(folder: str, variables: dict, main, argv: list[str], fault) -> None:
-    """Run `main(argv)` as the program of one rank, as `python PROGRAM argv` would."""
-    os.chdir(folder)
-    os.environ.update(variables)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    write_to("log")
-    sys.argv = ["fsdp_train.py", *argv]
-    with fault(int(variables["RANK"])) if fault else contextlib.nullcontext():
-        processes.run(main)
-
-
 class Program:
     """A program of one process, `main(argv)` in `folder`, which writes to the file `log`.
 
@@ -191,7 +180,8 @@ class Program:
 
     def __init__(self, main, argv, folder: Path, log: Path, n_files: int | None = None):
         start_server()
-        arguments = (main, list(map(str, argv)), str(folder), str(log), n_files)
+        place = (str(folder), str(log), {}, None, n_files)
+        arguments = (program.run, main, list(map(str, argv)), *place)
         self.process = FORKS.Process(target=be_a_program, args=arguments)
         self.process.start()
         self.pid = self.process.pid
@@ -220,16 +210,18 @@ def end_programs() -> None:
         each.kill()
 
 
-def be_a_program(main, argv: list[str], folder: str, log: str, n_files: int | None) -> None:
-    """Run `main(argv)`, as `python PROGRAM argv` would."""
+def be_a_program(run, main, argv, folder, log, variables, fault=None, n_files=None) -> None:
+    """Run `main(argv)`, as `python PROGRAM argv` would. run: how it starts and ends."""
     os.chdir(folder)
+    os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     write_to(log)
     if n_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))
-    sys.argv = ["program", *argv]
-    program.run(main)
+    sys.argv = [f"{main.__module__}.py", *argv]
+    with fault(int(variables["RANK"])) if fault else contextlib.nullcontext():
+        run(main)
 
 
 def write_to(log: str) -> None:

@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, flags_for
@@ -20,6 +19,7 @@ from functorch.compile import make_boxed_func
 from test_parallel import MODEL, RUN, global_rows
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from tracing.gpu_runs import Windows
 
 import config
 import fsdp_train
@@ -66,28 +66,17 @@ def counting_graphs(**options):
 # How much there is to compile
 
 
-class Validation:
-    """Five windows of a validation split: with three at a time, the last pass has two."""
-
-    seq_len = MODEL.max_seq_len
-
-    def __len__(self):
-        return 5
-
-    def windows(self, indices):
-        return np.zeros((len(indices), self.seq_len + 1), np.int64)
-
-
 def figures(world, cfg) -> list:
     """Loss and norm of three steps, an evaluation after the second."""
     model, optimizer = parallel.build(MODEL, cfg, world, "fp32", 0)
+    val = Windows(5, MODEL.max_seq_len)  # with three at a time, the last pass has two
     found = []
     for step in range(3):
         rows = global_rows(step, cfg)[world.dp_rank :: world.dp_size]
         loss, norm, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
         found += [loss.item(), norm.item()]
         if step == 1:
-            found.append(fsdp_train.evaluate(model, Validation(), cfg, world, "fp32"))
+            found.append(fsdp_train.evaluate(model, val, cfg, world, "fp32"))
     return found
 
 

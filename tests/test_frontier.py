@@ -1,11 +1,10 @@
 """Frontier's recipes: the arithmetic of their comments, what plan.py says, miniatures on CPUs."""
 
 import json
-import math
 import re
 
 import pytest
-from conftest import ROOT, flags_for
+from conftest import ROOT
 from layouts import check
 
 import config
@@ -88,22 +87,6 @@ def test_the_arithmetic_of_the_comment(name):
     assert seconds_left > 2 * step + 200  # the run notices a signal one step late, then it saves
 
 
-def test_other_layouts_in_the_comments():
-    """Sharded 22B, one pipeline of 175B, and the bubbles of the batches that may be meant."""
-    m, cfg = settings_of("22b", "--sharding=ZERO1")
-    peak = memory.bytes_by_part(m, cfg, 16)["peak"] / 1e9
-    assert f"--sharding=ZERO1 takes {peak:.1f} GB" in comment_of("22b")
-    m, cfg = settings_of("175b", "--global_batch_size=640")
-    peak = memory.bytes_by_part(m, cfg, 64)["peak"] / 1e9
-    assert f"On one pipeline alone (8 nodes): {peak:.1f} GB" in comment_of("175b")
-    assert f"if for all, the bubble is 15 / ({640 // 16} + 15)" in comment_of("175b")
-    m, cfg = settings_of("1t")
-    assert "batch of 1024: bubble 19.9 %" in comment_of("1t")
-    n = 1024 // (128 * 8 // (4 * 128))  # microbatches of each pipeline, by the launch scripts
-    assert math.isclose(127 / (n + 127), 0.199, abs_tol=5e-4)
-    assert f"16 bytes a parameter, {16 * flops.n_params(m) / 1e12:.1f} TB" in comment_of("1t")
-
-
 # --- The plan
 
 
@@ -124,11 +107,6 @@ def test_a_plan_stands_beside_what_was_published(name, capsys):
     assert (found["layout"]["tp"], found["layout"]["pp"]) == (cfg.tp, cfg.pp) and found["fits"]
 
 
-def test_another_device_has_no_published_figure(capsys):
-    plan.main([path_of("22b"), "--device=mi300x", "--devices=16", "--json"])
-    assert json.loads(capsys.readouterr().out)["published"] is None
-
-
 # --- Miniatures
 
 SMALL = "--d_model=64 --n_heads=8 --vocab_size=96 --max_seq_len=16 --global_batch_size=8".split()
@@ -147,13 +125,3 @@ def test_miniatures_train_as_one_process(ranks):
     jobs = [settings_of(name, *SMALL, *MINIATURES[name].split()) for name in RECIPES]
     assert {cfg.sharding for _, cfg in jobs} == {"DDP", "ZERO1"}
     check(ranks, 4, jobs, steps=4)
-
-
-@pytest.mark.slow
-def test_a_miniature_of_175b_is_launched_by_its_file(torchrun, tiny_data):
-    """On 4 ranks, tp 2 x pp 2: it trains, evaluates, saves and ends."""
-    flags = [*SMALL, *MINIATURES["175b"].split(), *flags_for(tiny_data)]
-    flags += ["--vocab_size=260", "--max_steps=4", "--eval_tokens=64", "--run_dir=runs/small"]
-    done = torchrun(4, path_of("175b"), *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 4/4  validation loss" in done.stdout, done.stdout

@@ -16,11 +16,9 @@ from launches import load, same, steps_of, train_here
 
 import flops
 import generate
-import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from evaluation import zero_shot
-from evaluation.score import Request, grouped, score
 from lifecycle import lease, microbatch, plot, resume, runlog
 from program import UserError
 from text.prepare import prepare
@@ -238,45 +236,6 @@ def test_evaluation_on_tensor_ranks_gives_the_figures_of_one_device(
     assert found[1]["settings"]["weights"] == found[2]["settings"]["weights"]
 
 
-def requests() -> list[Request]:
-    """Some share a prefix, some do not."""
-    draw = np.random.default_rng(0)
-    prefixes = [draw.integers(0, 257, n) for n in (20, 12)]
-    found = [Request(draw.integers(0, 257, 9), 3)]
-    for prefix in prefixes:
-        for n in (2, 5, 3):
-            found.append(Request(np.concatenate([prefix, draw.integers(0, 257, n)]), n))
-    return found
-
-
-def scored(world, layouts, precision):
-    """The scores of `requests` by a model of this seed, in each layout of this many ranks."""
-    found = []
-    for layout in layouts:
-        cfg = TrainConfig(**layout)
-        in_grid = processes.in_grid(world, cfg.tp, cfg.pp)
-        net, _ = parallel.build(MODEL, cfg, in_grid, precision, seed=0)
-        net.eval()
-        found.append(score(net, requests(), in_grid, precision, 64).tolist())
-    return found
-
-
-@pytest.mark.parametrize(
-    "size, precision, layouts",
-    [
-        (2, "fp32", [{"pp": 2}]),
-        (2, "bf16", [{"pp": 2}]),
-        (4, "fp32", [{"pp": 2}, {"pp": 2, "tp": 2}]),
-    ],
-)
-def test_scores_do_not_depend_on_the_stages(ranks, size, precision, layouts):
-    assert any(group.shared for group in grouped(requests(), 64))
-    ((wanted,),) = ranks(1)(scored, [{}], precision)
-    for of_rank in ranks(size)(scored, layouts, precision):
-        for found in of_rank:
-            assert np.allclose(found, wanted, rtol=1e-5, atol=1e-5)
-
-
 # --- Bad input
 
 
@@ -300,21 +259,3 @@ def test_numbers_of_ranks_that_fit_are_named(size, tp, pp, fix):
     world = processes.World(0, size, 0, size, "cpu")
     with pytest.raises(UserError, match=f"{re.escape(fix)}$"):
         processes.in_grid(world, tp, pp)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, mistake, words",
-    [
-        (2, ["--tp=2", "--sequence_parallel", "--max_seq_len=31"], "does not divide max_seq_len"),
-        (3, ["--pp=2"], "3 ranks cannot form a grid of tp 1 x pp 2"),
-        (4, ["--pp=2", "--global_batch_size=7"], "set --global_batch_size=6 or 8"),
-    ],
-    ids=str,
-)
-def test_all_ranks_see_the_same_mistake(ranks, flags, tmp_path, size, mistake, words):
-    flags = [*flags, f"--run_dir={tmp_path}/run", "--max_steps=3", *mistake]
-    answers = ranks(size)(train_here, flags)
-    ((status, message),) = {(status, message) for status, message, _ in answers}
-    assert status == 2 and words in message and "\n" not in message
-    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -372,39 +372,18 @@ def test_a_later_token_changes_no_earlier_logits(options):
     assert (before[:, 20:] != after[:, 20:]).any(-1).all()  # it changes all later ones
 
 
-CACHED = [
-    dict(),
-    dict(kv_n_heads=2),
-    dict(alibi=True),
-    dict(alibi=True, kv_n_heads=1),
-    dict(alibi=True, qk_ln=True),
-]
-
-
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
-@pytest.mark.parametrize(
-    "pieces", [[1] * 20, [7, 1, 1, 3, 8], [20]], ids=["tokens", "pieces", "at once"]
-)
-@pytest.mark.parametrize("options", CACHED, ids=id_of)
-@torch.no_grad()
-def test_decoding_on_a_cache_gives_the_same_logits(options, pieces, impl):
-    cfg = replace(SMALL, attn_impl=impl, **options)
-    model = build(cfg, dtype=torch.float32, scramble=True).eval()
-    ids = tokens(cfg, length=20)
-    cache = model.new_cache(2, 30, torch.float32)
-    cache.k.fill_(torch.nan)  # positions that are not filled yet must not be read
-    cache.v.fill_(torch.nan)
-    found = torch.cat([model(piece, cache=cache) for piece in ids.split(pieces, dim=1)], dim=1)
-    assert cache.length == 20
-    assert relative_error(found, model(ids)) < 1e-5
-
-
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
 @pytest.mark.parametrize(
-    "options", [dict(), dict(alibi=True), dict(rope=True), dict(rope=True, kv_n_heads=2)]
+    "options",
+    [dict(), dict(alibi=True, qk_ln=True), dict(rope=True), dict(rope=True, kv_n_heads=2)],
+    ids=id_of,
 )
+@torch.no_grad()
 def test_texts_of_different_lengths_share_a_cache(options, impl):
-    """With left padding, each text gives its own logits, whatever ids are in the padding."""
+    """With left padding, each text gives its own logits, whatever ids are in the padding.
+
+    Other kinds of models: serving/test_decoder.py.
+    """
     cfg = replace(SMALL, attn_impl=impl, **options)
     model = build(cfg, dtype=torch.float32, scramble=True)
     texts = [tokens(cfg, 1, n, seed=n)[0] for n in (13, 20, 5)]
@@ -413,6 +392,8 @@ def test_texts_of_different_lengths_share_a_cache(options, impl):
     for filler in (0, 50):
         rows = torch.stack([F.pad(text, (20 - len(text), 0), value=filler) for text in texts])
         cache = model.new_cache(3, 30, torch.float32, pad)
+        for keys_or_values in (cache.k, cache.v):
+            keys_or_values.fill_(torch.nan)  # positions that are not filled yet must not be read
         prompt, *single_tokens = rows.split([16, 1, 1, 1, 1], dim=1)
         prompt_logits = model(prompt, cache=cache)[:, -1:]
         token_logits = [model(token, cache=cache) for token in single_tokens]

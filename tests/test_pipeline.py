@@ -198,12 +198,6 @@ def test_the_program_measures_a_bubble(python):
     assert pipeline.bubble(2, 4) - 0.02 < measured < 1
 
 
-def test_the_picture_on_paper_is_what_the_program_draws():
-    lines = pipeline.picture(4, 8)
-    drawn = [f"stage {stage}  {line}\n" for stage, line in enumerate(lines)]
-    assert "".join(f"    {line}" for line in drawn) in pipeline.__doc__
-
-
 # --- What a stage keeps
 
 

@@ -9,15 +9,12 @@ import functools
 import itertools
 import json
 import re
-import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from conftest import PATIENCE, ROOT, flags_for, rooms_on_path
-from launches import FLAGS, wait_for
-from slurm_cluster import processes
+from conftest import PATIENCE, ROOT, flags_for
+from launches import FLAGS
 
 import checkpoint
 from lessons.elastic import steps_done
@@ -425,28 +422,3 @@ def test_ranks_run_in_a_container(slurm, job):
         assert each.end() == ("COMPLETED", "0:0"), each.said()
         command = f"exec {flag} --bind {each.folder} --pwd {each.folder} mpt.sif"
         assert f"apptainer got {command}" in each.said() and "index 3\n" in each.said()
-
-
-# --------------------------------------------------------------------------------------------------
-# SLURM itself
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import slurm_cluster
-with slurm_cluster.Cluster(Path(sys.argv[1])) as cluster:
-    (Path(sys.argv[1]) / "job.sh").write_text("#!/bin/sh\\nsrun sleep 9999")
-    number = cluster.sbatch("job.sh", cwd=Path(sys.argv[1]))
-    cluster.wait_for(lambda: cluster.tasks(number))
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_killed_session_leaves_nothing_that_runs(slurm, tmp_path):
-    """Not even its jobs. Meanwhile another cluster is there, with the same ports and names."""
-    environment = rooms_on_path() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    words = [sys.executable, "-c", KILLED, str(tmp_path)]
-    assert subprocess.run(words, env=environment, timeout=PATIENCE).returncode == -signal.SIGKILL
-    conf = str(tmp_path / "slurm.conf")
-    wait_for(lambda: not [p for p in processes() if p.environment.get("SLURM_CONF") == conf])
-    assert set(slurm.states()) <= {"idle", "allocated", "mixed"}
