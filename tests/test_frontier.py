@@ -4,13 +4,12 @@ import json
 import re
 
 import pytest
+import test_configs
 from conftest import ROOT
 from layouts import check
 
-import config
 import flops
 import plan
-from config import MPTConfig, TrainConfig
 from planning import answer, memory
 
 RECIPES = ("22b", "175b", "1t")
@@ -24,14 +23,13 @@ def path_of(name: str) -> str:
 
 def settings_of(name: str, *flags: str):
     """(model, run) of a recipe, with flags."""
-    return config.load([path_of(name), *flags], MPTConfig, TrainConfig)
+    return test_configs.settings_of(f"frontier_{name}", *flags)
 
 
 def comment_of(name: str) -> str:
     """Its comment as one line, without commas in numbers."""
-    text = (ROOT / f"configs/frontier_{name}.py").read_text()
-    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
-    return re.sub(r"(\d),(\d)", r"\1\2", " ".join(lines))
+    text = re.sub(r"^# *", "", test_configs.comment_of(f"frontier_{name}"), flags=re.M)
+    return re.sub(r"(\d),(\d)", r"\1\2", " ".join(text.splitlines()))
 
 
 # --- The files

@@ -13,7 +13,6 @@ import checkpoint
 import lora
 import tensor_parallel
 from lifecycle import runlog
-from program import UserError
 from weights import hf, load
 
 pytestmark = pytest.mark.slow
@@ -133,13 +132,6 @@ def test_another_base_is_refused(ranks, copy):
     shutil.rmtree(copy / "tuned/checkpoints/step-6")
     words = refused(ranks(1), copy, "--init_from=other", "--lora_rank=4", "--run_dir=tuned")
     assert "other does not hold the weights that the adapters were trained on" in words
-
-
-def test_adapters_are_no_base(ranks, runs):
-    words = refused(ranks(1), runs, "--run_dir=new", "--init_from=tuned")
-    assert "tuned holds adapters, not a whole model: merge them first" in words
-    with pytest.raises(UserError, match="holds adapters"):
-        hf.export(runs / "tuned", runs / "exported")
 
 
 def test_loading_it_merges_base_and_adapters(runs):

@@ -222,31 +222,7 @@ def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
         torch.testing.assert_close(p.grad, weights[name].grad, rtol=0, atol=atol, msg=name)
 
 
-# --- sizes and names
-
-# name, d_model, heads, layers, parameters with learned positions and biases, parameters with ALiBi
-# and no biases
-SIZES = [
-    ("125m", 768, 12, 12, 125_311_488, 123_636_480),
-    ("350m", 1024, 16, 24, 355_985_408, 353_616_896),
-    ("760m", 1536, 12, 24, 760_470_528, 756_917_760),
-    ("1b", 2048, 16, 24, 1_315_950_592, 1_311_213_568),
-    ("3b", 2560, 20, 32, 2_651_837_440, 2_645_690_880),
-    ("7b", 4096, 32, 32, 6_658_859_008, 6_649_024_512),
-    ("13b", 5120, 40, 40, 12_853_954_560, 12_841_210_880),
-    ("30b", 7168, 56, 48, 29_975_214_080, 29_956_742_144),
-    ("70b", 8192, 64, 80, 64_862_437_376, 64_838_443_008),
-]
-
-
-@pytest.mark.parametrize(
-    "name, d_model, heads, layers, learned, alibi", SIZES, ids=[size[0] for size in SIZES]
-)
-def test_parameter_counts_are_mosaicmls(name, d_model, heads, layers, learned, alibi):
-    for options, count in ((dict(), learned), (LIKE_TRANSFORMERS, alibi)):
-        with torch.device("meta"):
-            model = MPT(MPTConfig(d_model=d_model, n_heads=heads, n_layers=layers, **options))
-        assert sum(p.numel() for p in model.parameters()) == count
+# --- names (sizes: test_flops.py)
 
 
 def test_state_dict_names_and_shapes_are_mpts():

@@ -323,7 +323,8 @@ def test_slurm_script_parses_and_its_config_exists(command):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
 def test_make_knows_the_target(command):
-    assert "install.py" in run_well([*command.split(), "--dry-run"], ROOT)
+    target = command.split()[1]
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def test_every_command_is_of_a_kind_that_is_tested():

@@ -130,11 +130,11 @@ FLAGS = [
     for causal in (True, False)
     for documents in (False, True)
 ]
-LENGTHS = [(1, 1), (17, 17), (127, 127), (17, 200)]
+LENGTHS = [(1, 1), (127, 127), (17, 200)]
 MORE_QUERIES = [(65, 17), (127, 1)]  # than keys: the first rows see no key when causal
-HEADS = [(7, 7), (12, 4), (7, 1)]
-HEAD_DIMS = [17, 48, 64, 72, 112, 128]
-ROWS = [(128, 64, 4, 1), (64, 128, 4, 1), (32, 128, 4, 1), (128, 32, 4, 1), (128, 128, 4, 1)]
+HEADS = [(12, 4), (7, 1)]
+HEAD_DIMS = [17, 64, 72, 128]
+ROWS = [(128, 64, 4, 1), (32, 128, 4, 1), (128, 32, 4, 1), (128, 128, 4, 1)]
 # Masks only on the diagonal: blocks of at least 64 keys.
 ON_THE_DIAGONAL = [
     dict(lengths=(130, 130), row=(32, 64, 4, 1), heads=(2, 1)),
@@ -157,7 +157,7 @@ SLOW += [dict(lengths=(140, 140), row=row, heads=(1, 1), documents=True) for row
 SLOW += [dict(layout=layout, batch=2) for layout in ("fused", "transposed")]
 SLOW += [dict(scale=0.01, alibi=False), dict(batch=3, documents=True, D=16)]
 FEW = [FLAGS[1], FLAGS[2], dict(D=128, heads=(7, 1)), dict(lengths=(65, 17))]
-SLOW += [case | dict(dtype=dtype) for dtype in ("float16", "bfloat16") for case in FEW]
+SLOW += [case | dict(dtype="bfloat16") for case in FEW]
 SLOW = [case for case in SLOW + ON_THE_DIAGONAL if case not in QUICK]
 CASES = QUICK + SLOW
 
