@@ -91,6 +91,12 @@ def steps_of(run_dir) -> dict:
     return {row["step"]: row for row in rows}
 
 
+def figures(run_dir) -> list:
+    """Of each row of metrics.jsonl, what does not depend on the machine's speed."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "batch_hash", "val_loss")
+    return [[row.get(key) for key in keys] for row in runlog.read(run_dir)]
+
+
 def load(path) -> dict:
     """The weights in a checkpoint."""
     return load_model(path, torch.device("cpu")).state_dict()

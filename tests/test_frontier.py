@@ -1,4 +1,4 @@
-"""Frontier's recipes: the arithmetic of their comments, what plan.py says, miniatures on CPUs."""
+"""Frontier's recipes: the arithmetic of their comments, what plan.py says."""
 
 import json
 import re
@@ -6,7 +6,6 @@ import re
 import pytest
 import test_configs
 from conftest import ROOT
-from layouts import check
 
 import flops
 import plan
@@ -103,23 +102,3 @@ def test_a_plan_stands_beside_what_was_published(name, capsys):
     assert ours == pytest.approx(published, rel=0.25)
     assert 1.25 * ours < found["published"]["planned_with_recomputation"] < 1.34 * ours
     assert (found["layout"]["tp"], found["layout"]["pp"]) == (cfg.tp, cfg.pp) and found["fits"]
-
-
-# --- Miniatures
-
-SMALL = "--d_model=64 --n_heads=8 --vocab_size=96 --max_seq_len=16 --global_batch_size=8".split()
-SMALL += ["--warmup_steps=2", "--max_steps=10", "--precision=fp32"]
-# The layout of each miniature on 4 CPU ranks.
-MINIATURES = {
-    "22b": "--tp=1 --pp=2 --n_layers=6",
-    "175b": "--tp=2 --pp=2 --n_layers=6",
-    "1t": "--tp=2 --pp=2 --n_layers=4",
-}
-
-
-@pytest.mark.slow
-def test_miniatures_train_as_one_process(ranks):
-    """The same files with small sizes: full recomputation, ZERO1 or DDP, microbatches of 1."""
-    jobs = [settings_of(name, *SMALL, *MINIATURES[name].split()) for name in RECIPES]
-    assert {cfg.sharding for _, cfg in jobs} == {"DDP", "ZERO1"}
-    check(ranks, 4, jobs, steps=4)

@@ -14,7 +14,7 @@ import time
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
-from launches import FLAGS, train_in, wait_for
+from launches import FLAGS, figures, train_in, wait_for
 
 from lessons.elastic import steps_done
 from lifecycle import runlog
@@ -133,13 +133,6 @@ def hosts(tmp_path):
     two = Hosts(tmp_path)
     yield two
     two.close()
-
-
-def figures(run_dir) -> dict:
-    """(step, training or validation) -> the figures that do not depend on the machine's speed."""
-    keys = ("loss", "grad_norm", "lr", "tokens", "batch_hash", "val_loss")
-    rows = runlog.read(run_dir)
-    return {(row["step"], "loss" in row): [row.get(key) for key in keys] for row in rows}
 
 
 @pytest.mark.parametrize(

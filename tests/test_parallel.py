@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import slowly
 from launches import same
+from layouts import assert_near
 from torch.distributed.tensor import DTensor
 from tracing.tracer import Tracer
 
@@ -110,12 +111,6 @@ def full_weights(model):
         return {name: whole(p).clone() for name, p in model.named_parameters()}
 
 
-def assert_same_curve(found, wanted, loss=5e-6, norm=1e-5):
-    for column, tolerance in enumerate((loss, norm)):
-        a, b = (np.array(curve)[:, column] for curve in (found, wanted))
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=0)
-
-
 # -------------------------------------------------------------------------------------------------
 # The step
 
@@ -198,7 +193,7 @@ def test_the_step_is_the_textbook_step(ranks, size, mode, microbatch, ignore, z_
     """Labels that do not count are on the first rank: a mean of means would be off by 2 %."""
     cfg = replace(RUN, sharding=mode, microbatch_size=microbatch, z_loss=z_loss)
     (plain,) = ranks(1)(train_plainly, ignore, z_loss)
-    assert_same_curve(ranks(size)(train, cfg, MODEL, "fp32", ignore)[0][0], plain)
+    assert_near(ranks(size)(train, cfg, MODEL, "fp32", ignore)[0][0], plain)
 
 
 # A recomputation ends when all is there: before the last matmul of a block. With selective, 3 the

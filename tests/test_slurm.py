@@ -14,11 +14,10 @@ import time
 
 import pytest
 from conftest import PATIENCE, ROOT, flags_for
-from launches import FLAGS
+from launches import FLAGS, figures
 
 import checkpoint
 from lessons.elastic import steps_done
-from lifecycle import runlog
 
 pytestmark = pytest.mark.slow
 
@@ -178,12 +177,7 @@ def straight(begun):
     """The curve of the unbroken run."""
     each = begun["unbroken"]
     assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 0, each.said()
-    return curve(each)
-
-
-def curve(job) -> list:
-    keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
-    return [[row.get(key) for key in keys] for row in runlog.read(job.folder / "run")]
+    return figures(each.folder / "run")
 
 
 @pytest.fixture
@@ -368,7 +362,7 @@ def test_a_run_that_lost_a_torchrun_or_a_node_goes_on(slurm, both_stay, straight
         (each.folder / "go").touch()
     for each in both_stay:
         assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 1, each.said()
-        assert each.resumes() and curve(each) == straight
+        assert each.resumes() and figures(each.folder / "run") == straight
     assert lost not in by_srun.nodes()
     slurm.restore(lost)
 
@@ -382,7 +376,7 @@ def test_before_the_time_limit_a_run_saves_and_goes_on_later(begun, straight):
         each.limit(60)
         assert each.end() == ("COMPLETED", "0:0"), each.said()
         assert each.resumes() and "stopping, as asked" in each.said()
-        assert curve(each) == straight
+        assert figures(each.folder / "run") == straight
 
 
 # --------------------------------------------------------------------------------------------------

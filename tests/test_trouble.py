@@ -6,10 +6,9 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, flags_for
-from launches import SIZE
+from launches import SIZE, steps_of
 
 import checkpoint
-from lifecycle import runlog
 from program import UserError
 from weights import load, peft
 
@@ -31,8 +30,7 @@ def train(forks, tiny_data, tmp_path):
 
 
 def losses(run_dir) -> dict:
-    """{step: training loss} of a run."""
-    return {row["step"]: row["loss"] for row in runlog.read(run_dir) if "loss" in row}
+    return {step: row["loss"] for step, row in steps_of(run_dir).items()}
 
 
 @pytest.mark.slow

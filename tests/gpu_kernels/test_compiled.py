@@ -44,6 +44,7 @@ def block(warps, registers, shared=0, tensor_memory=0):
         ("sm_120", block(8, 255, 98 * 1024), 1, "registers, shared memory", 8 / 48),
         # 256 / 84 = 3 warps a SIMD; 64 / 16 = 4.
         ("gfx908", block(4, 84, 16 * 1024), 3, "registers", 12 / 40),
+        ("gfx942", block(4, 128, 32 * 1024), 2, "shared memory", 8 / 32),
         # 48 KB are 39 steps of 1,280 bytes; 160 KB / 39 steps = 3. 512 / 128 = 4.
         ("gfx950", block(4, 128, 48 * 1024), 3, "shared memory", 12 / 32),
         ("sm_100", block(8, 74, 56 * 1024, tensor_memory=256), 2, "tensor memory", 16 / 64),
