@@ -5,7 +5,6 @@ interface, and the time limit. torchrun and fsdp_train.py are real, except where
 """
 
 import collections
-import functools
 import itertools
 import json
 import re
@@ -230,15 +229,6 @@ def test_each_rank_knows_its_place_on_two_nodes(job):
         nodes = collections.Counter(node for _, node, *_ in ranks)
         assert sorted(nodes.values()) == [2, 2]
         assert all(rest == [of_script[script], argv] for _, _, *rest in ranks)
-
-
-def test_tensor_ranks_and_stages_are_neighbours(job, train):
-    """Teams of two tensor ranks on each of two nodes, so there is nothing to warn of."""
-    one_thread = functools.partial(re.sub, "OMP_NUM_THREADS=.*", "OMP_NUM_THREADS=1")
-    each = train(job(), SRUN, "--tp=2", "--pp=2", ranks_per_node=2, edit=one_thread)
-    assert each.end() == ("COMPLETED", "0:0"), each.said()
-    assert "4 x cpu, FULL_SHARD, tp 2, pp 2, fp32" in each.said()
-    assert "WARNING" not in each.said()
 
 
 # --------------------------------------------------------------------------------------------------
