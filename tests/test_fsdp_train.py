@@ -282,13 +282,3 @@ def test_a_checkpoint_that_does_not_fit_is_named(ranks, finished, tmp_path, mist
     answers = ranks(1)(train_in, tmp_path, [*map(str, finished), *mistake.split()])
     assert_refused(answers, "run/checkpoints/step-6", *parts)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-
-
-def test_damaged_data_is_named(ranks, tiny_data, tmp_path):
-    folder = shutil.copytree(tiny_data, tmp_path / "tokens")
-    path = folder / "train-00000.bin"
-    content = bytearray(path.read_bytes())
-    content[-1001] ^= 4
-    path.write_bytes(content)
-    answers = ranks(2)(train_in, tmp_path, flags(folder))
-    assert_refused(answers, f"{path} is damaged", "checksum", "delete it and run data.py again")

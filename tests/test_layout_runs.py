@@ -19,7 +19,7 @@ import generate
 import processes
 from config import MPTConfig, TrainConfig
 from evaluation import zero_shot
-from lifecycle import lease, microbatch, plot, resume, runlog
+from lifecycle import microbatch, plot, runlog
 from program import UserError
 from text.prepare import prepare
 from weights import hf
@@ -172,21 +172,6 @@ def test_the_log_counts_devices_ranks_stages_and_the_bubble(moved, capsys):
 
 
 # --- Weights, and other programs
-
-
-@pytest.mark.slow
-def test_programs_read_the_folder(moved, ranks, capsys):
-    run, _ = moved
-    for program in (runlog, plot, lease):
-        program.main([str(run)])
-    said = capsys.readouterr().out
-    assert "12 steps, 3,072 tokens" in said and "no run owns" in said
-    resume.demonstrate([str(run)])
-    sound = [f"{run}/checkpoints/step-{step}: sound" for step in (3, 6, 9, 12)]
-    assert capsys.readouterr().out.splitlines() == sound
-    more = ["--prompt=the old", "--max_new_tokens=5", "--temperature=0"]
-    generate.main([str(run / "checkpoints/step-6"), *more])
-    assert len(capsys.readouterr().out.split("the old")[1]) > 1
 
 
 @pytest.mark.slow

@@ -51,16 +51,6 @@ def test_a_run_resumes_in_another_place_without_its_text(train, tiny_data, tmp_p
 
 
 @pytest.mark.slow
-def test_a_jump_of_the_loss_is_skipped_from_an_earlier_checkpoint(train, tmp_path):
-    train("--run_dir=runs/demo", "--max_steps=6")
-    source = ["--resume=runs/demo/checkpoints/step-2", "--skip_steps=4:6"]
-    command = [*source, "--run_dir=runs/demo-2", "--max_steps=6"]
-    train(*command)
-    assert "runs/demo-2/checkpoints/step-6 has all 6 steps" in train(*command)
-    assert [step for step in losses(tmp_path / "runs/demo-2") if step > 2] == [3, 6]
-
-
-@pytest.mark.slow
 def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(train, tmp_path):
     """With --keep_every, or in a copy. Otherwise it may be deleted: then what is left says so."""
     train("--run_dir=runs/base", "--max_steps=2", "--schedule=constant")
