@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import TORCHRUN, flags_for, launch
+from conftest import flags_for
 from launches import load, same, steps_of, train_here
 
 import flops
@@ -88,18 +88,10 @@ PARTS = [  # ranks, last step, layout
 
 @pytest.fixture(scope="module")
 def moved(ranks, tmp_path_factory, flags):
-    """A run that moves from layout to layout: (its folder, what each part printed).
-
-    The first part is launched by torchrun. Nobody changes the folder.
-    """
+    """A run that moves from layout to layout: (its folder, what each part printed)."""
     folder, said = tmp_path_factory.mktemp("moved"), []
     for size, last, layout in PARTS:
         argv = [*flags, *layout, f"--run_dir={folder}/run", f"--max_steps={last}"]
-        if not said:
-            done = launch([*TORCHRUN, str(size)], folder, argv)
-            assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
-            said.append(done.stdout)
-            continue
         answers = ranks(size)(train_here, argv)
         assert [status for status, *_ in answers] == [0] * size, answers
         said.append(answers[0][2])

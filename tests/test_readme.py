@@ -141,6 +141,9 @@ def perform(copy):
     forks.stop()
 
 
+BENCH_TRAIN = "python -m bench train configs/mpt1b.py --out=mine.csv"
+
+
 @pytest.fixture(scope="module")
 def runs(copy, perform):
     """In the copy: runs, tables of a benchmark, weights from elsewhere and an adapter."""
@@ -148,9 +151,9 @@ def runs(copy, perform):
     for name in ("hot", "rope"):
         shutil.copytree(copy / "runs/demo", copy / "runs" / name)
 
-    perform("python -m bench train --out=scaling.csv")
+    perform(BENCH_TRAIN)
     for name in ("mi250.csv", "h100.csv"):
-        shutil.copy(copy / "scaling.csv", copy / name)
+        shutil.copy(copy / "mine.csv", copy / name)
 
     export_small_model(copy / "mpt-7b")
     # An adapter in a PEFT folder, which fits any model of these sizes, and in a run.
@@ -205,6 +208,7 @@ ELSEWHERE = {
     "--data_dir=s3://bucket/my": STORED,
     "python -m bench serve": "test_the_benchmark_of_the_server below",
     "python -m bench page": "test_the_benchmark_of_the_page below",
+    BENCH_TRAIN: "the fixture `runs`",
     "python -m bench attention": "tests/bench/test_bench_attention.py",
     "python -m bench first_night": "tests/bench/test_bench_first_night.py",
     "python -m gpu_kernels.compiled --chips=sm_90,gfx90a": "tests/gpu_kernels/test_compiled.py",
@@ -216,7 +220,7 @@ ELSEWHERE = {
 # A reader's own file or run on the pages of folders, and what it is in the copy.
 STANDS_FOR = {
     "evaluation.results scores.json": "evaluation.results tests/old_runs/evaluation.json",
-    "results.csv": "scaling.csv",
+    "results.csv": "mine.csv",
     "mine.csv theirs.csv": "mi250.csv h100.csv",
     "export runs/demo demo-hf": "export runs/demo exported",
     "demo-hf": "mpt-7b",

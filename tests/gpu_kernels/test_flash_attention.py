@@ -16,9 +16,8 @@ from tracing.tracer import Tracer
 
 pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
-import parallel  # noqa: E402
 from attention import alibi_slopes, attention  # noqa: E402
-from config import MPTConfig, TrainConfig
+from config import MPTConfig
 from gpu_kernels import flash_attention as kernels  # noqa: E402
 from gpu_kernels import launch_table  # noqa: E402
 from model import MPT, init_weights  # noqa: E402
@@ -199,7 +198,7 @@ def test_output_and_gradients_equal_those_in_fp64(case, measured):
 
 def equal_runs(world):
     """Whether two runs of some cases are equal bit for bit."""
-    cases = [FLAGS[1], dict(lengths=(65, 127), heads=(3, 1)), dict(dtype="bfloat16", D=96)]
+    cases = [FLAGS[1], dict(heads=(2, 1), dtype="bfloat16", D=96)]
     for case in cases:
         case = DEFAULT | case
         tensors = tensors_of(case)
@@ -362,20 +361,15 @@ def in_a_model(world, impl, settings, compiles=False):
     if compiles:
         torch._dynamo.reset()
         for block in model.transformer.blocks:
-            block.compile(fullgraph=True)  # a break in the graph raises
+            block.compile(backend="aot_eager", fullgraph=True)  # a break in the graph raises
     return loss_and_gradients(model, ids)
-
-
-WITH_COMPILER = pytest.mark.skipif(
-    not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU"
-)
 
 
 @pytest.mark.parametrize(
     "settings, compiles",
     [
         ({}, False),
-        pytest.param({}, True, marks=[pytest.mark.slow, WITH_COMPILER]),
+        slowly({}, True),
         ({"kv_n_heads": 1, "clip_qkv": 0.5}, False),
         ({"kv_n_heads": 1, "qk_ln": True}, False),  # q and k are no longer views of the projection
         ({"rope": True, "alibi": False}, False),
@@ -391,7 +385,7 @@ def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, compiles, interpret
         assert (a - b).abs().max() <= 1e-5 * largest
 
 
-@WITH_COMPILER
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_it_compiles_for_lengths_that_change(interpreted):
     assert all(error < 1e-6 for error in interpreted(compiled_for_any_length)[0])
 
@@ -454,24 +448,6 @@ def test_autocast_casts_queries_keys_and_values_but_not_slopes(interpreted):
     assert dtype == torch.bfloat16
     assert grad == torch.float32
     assert error < 3e-2
-
-
-def sharded_step(world, impl, precision):
-    """Loss and gradient norm of a step under FULL_SHARD on two ranks."""
-    cfg = TrainConfig(sharding="FULL_SHARD")
-    model, _ = parallel.build(MPTConfig(**SMALL, attn_impl=impl), cfg, world, precision, seed=0)
-    ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(world.global_rank))
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        loss = model(ids[:, :-1], labels=ids[:, 1:]) / 160 * world.global_size
-    loss.backward()
-    return loss.item(), parallel.grad_norm(model).item()
-
-
-@pytest.mark.parametrize("precision, limit", [("fp32", 5e-6), ("bf16", 1e-2)])
-def test_under_fsdp_it_gives_the_step_of_sdpa(precision, limit, interpreted):
-    ours, sdpa = (interpreted(sharded_step, impl, precision) for impl in ("triton", "sdpa"))
-    for a, b in zip(ours, sdpa, strict=True):
-        assert a == pytest.approx(b, rel=limit)
 
 
 def addresses(world, layout):
