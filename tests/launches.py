@@ -91,6 +91,12 @@ def steps_of(run_dir) -> dict:
     return {row["step"]: row for row in rows}
 
 
+def figures(run_dir) -> list:
+    """Of each row of metrics.jsonl, what does not depend on the machine's speed."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "batch_hash", "val_loss")
+    return [[row.get(key) for key in keys] for row in runlog.read(run_dir)]
+
+
 def load(path) -> dict:
     """The weights in a checkpoint."""
     return load_model(path, torch.device("cpu")).state_dict()
@@ -128,8 +134,9 @@ class Job:
         self.processes = []
         for rank in range(size):
             variables = torchrun_variables(rank, size, port)
-            arguments = (str(folder), variables, main, list(map(str, argv)), fault)
-            self.processes.append(FORKS.Process(target=be_a_rank, args=arguments))
+            place = (str(folder), "log", variables, fault)
+            arguments = (processes.run, main, list(map(str, argv)), *place)
+            self.processes.append(FORKS.Process(target=be_a_program, args=arguments))
             self.processes[-1].start()
 
     def send(self, number: int, rank: int) -> None:
@@ -169,18 +176,6 @@ class Job:
             process.join()
 
 
-def be_a_rank(folder: str, variables: dict, main, argv: list[str], fault) -> None:
-    """Run `main(argv)` as the program of one rank, as `python PROGRAM argv` would."""
-    os.chdir(folder)
-    os.environ.update(variables)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    write_to("log")
-    sys.argv = ["fsdp_train.py", *argv]
-    with fault(int(variables["RANK"])) if fault else contextlib.nullcontext():
-        processes.run(main)
-
-
 class Program:
     """A program of one process, `main(argv)` in `folder`, which writes to the file `log`.
 
@@ -191,7 +186,8 @@ class Program:
 
     def __init__(self, main, argv, folder: Path, log: Path, n_files: int | None = None):
         start_server()
-        arguments = (main, list(map(str, argv)), str(folder), str(log), n_files)
+        place = (str(folder), str(log), {}, None, n_files)
+        arguments = (program.run, main, list(map(str, argv)), *place)
         self.process = FORKS.Process(target=be_a_program, args=arguments)
         self.process.start()
         self.pid = self.process.pid
@@ -220,16 +216,18 @@ def end_programs() -> None:
         each.kill()
 
 
-def be_a_program(main, argv: list[str], folder: str, log: str, n_files: int | None) -> None:
-    """Run `main(argv)`, as `python PROGRAM argv` would."""
+def be_a_program(run, main, argv, folder, log, variables, fault=None, n_files=None) -> None:
+    """Run `main(argv)`, as `python PROGRAM argv` would. run: how it starts and ends."""
     os.chdir(folder)
+    os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     write_to(log)
     if n_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))
-    sys.argv = ["program", *argv]
-    program.run(main)
+    sys.argv = [f"{main.__module__}.py", *argv]
+    with fault(int(variables["RANK"])) if fault else contextlib.nullcontext():
+        run(main)
 
 
 def write_to(log: str) -> None:

@@ -95,24 +95,7 @@ text/tokenizer.py: text/test_chat.py
 - text = text.replace(name, name[0] + MARK + name[1:])
 + break
 
-a BPE learns its merges in another order
-text/tokenizer.py: text/test_tokenizer.py
-- heap = [(-total, pair)
-+ heap = [(-total, pair[::-1])
-
-an end-of-text is put into the documents that rows of MDS shards are cut from
-text/mds.py: text/test_mds.py
-- len(row) not in (0, row_length)
-+ len(row) != 0
-
 # --- optimizer and step
-
-the warm-up ends a step early
-optim.py: test_optim.py
-- return t / cfg.warmup_steps
--     progress
-+ return (t + 1) / cfg.warmup_steps
-+     progress
 
 weight decay is multiplied by the learning rate
 optim.py: test_optim.py
@@ -160,22 +143,12 @@ pipeline.py: test_layouts.py::test_each_layout_trains_as_one_process
 
 # --- adapters
 
-B does not begin at zero, so adapters change the model before the first step
-lora.py: test_lora.py::test_at_the_start_a_model_is_exactly_its_base
-- if name.endswith("lora_A"):
-+ if True:
-
 # --- checkpoints and files
 
 a checkpoint has one tensor rank's parts as if they were whole tensors
 checkpoint.py: test_resharding.py::test_each_layout_saves_the_whole_and_loads_it
 - if layout is None:
 + if True:
-
-a resumed run trains with the saved learning rate, not with the one that is set
-checkpoint.py: test_checkpoint.py
-- group.update(settings)
-+ pass
 
 a flipped bit in a checkpoint is not noticed
 storage/checkpoint_files.py: storage/test_checkpoint_files.py
@@ -196,11 +169,6 @@ a store keeps what was damaged on the way up
 storage/object_store.py: storage/test_object_store.py
 - more["checksum_algorithm"] = "SHA256"
 + pass
-
-a lost answer locks a run out of its own lease
-storage/object_store.py: storage/test_object_store.py
-- return self.get(key) == content
-+ return False
 
 a half-deleted checkpoint in a store counts as complete
 storage/remote_checkpoints.py: storage/test_remote_checkpoints.py
@@ -229,16 +197,6 @@ lifecycle/runlog.py: lifecycle/test_runlog.py
 - row["step"] <= first_step
 + row["step"] < first_step
 
-after running out of memory, the run announces the same microbatch again
-lifecycle/microbatch.py: lifecycle/test_microbatch.py
-- half = cfg.microbatch_size // 2
-+ half = cfg.microbatch_size
-
-a tracker gets a step again after a restart
-lifecycle/trackers.py: lifecycle/test_trackers.py
-- sorted(self.found) if step > last
-+ sorted(self.found) if step >= last
-
 of ranks that hang, one that waits for others is named, too
 lifecycle/watchdog.py: lifecycle/test_watchdog.py
 - if line != WAITS
@@ -261,35 +219,10 @@ serving/sampling.py: serving/test_sampling.py
 - outside = likelier >= top_p
 + outside = likelier > top_p
 
-a key that is written with escapes may have any value
-serving/constraint.py: serving/test_constraint.py
-- "json_allowed_escapes": 'nrbtf\\"'
-+ "json_allowed_escapes": 'nrbtfu\\"'
-
-a text that joins a batch has one column of padding too little
-serving/rows.py: serving/test_engine.py::test_texts_are_those_of_the_one_text_loop
--         self.pads.append(pad)
-+         self.pads.append(max(pad - 1, 0))
-
-the log-probabilities of a prompt are those of the tokens before
-serving/engine.py: serving/test_engine.py::test_log_probabilities_are_those_of_the_model
-- following = request.text.ids[cache.length + 1 : cache.length + 1
-+ following = request.text.ids[cache.length : cache.length
-
 the beginning of a prompt is shared with texts of other adapters
 serving/engine.py: serving/test_engine.py::test_a_beginning_belongs_to_its_adapter
 - return text.adapter, self.bank.version(text.adapter) if self.bank else 0
 + return ("all",)
-
-a rank reads the first rows of a file in place of its own
-weights/tensor_files.py: weights/test_hf.py
-- begin = corner[0] + first
-+ begin = first
-
-scores are of the tokens before the continuation
-evaluation/score.py: evaluation/test_score.py
-- labels[number, end - count : end]
-+ labels[number, end - count - 1 : end - 1]
 
 # --- the planner and its arithmetic
 
@@ -309,11 +242,6 @@ two workers take one job
 web/worker.py: web/test_jobs.py::test_no_job_is_taken_twice
 - fcntl.LOCK_EX | fcntl.LOCK_NB
 + fcntl.LOCK_SH | fcntl.LOCK_NB
-
-a curve loses the maximum between two of its points
-lifecycle/plot.py: web/test_runs.py
-- np.maximum.reduceat(values, begins)
-+ values[begins]
 
 a link leads out of the folder of runs
 web/runs.py: web/test_runs.py

@@ -176,14 +176,11 @@ class Cluster:
 
     def states(self) -> list[str]:
         """The states of the nodes, in their order. Nothing as long as the controller is silent."""
-        if self.process.poll() is not None or not self.conf_is_read():
+        has_begun = (self.folder / "slurmctld.pid").exists()
+        if self.process.poll() is not None or not has_begun:
             return []
         done = self.run("sinfo", "--Node", "--noheader", "--format=%T", check=False)
         return done.stdout.split()
-
-    def conf_is_read(self) -> bool:
-        """Has the first process got as far as the controller?"""
-        return (self.folder / "slurmctld.pid").exists()
 
     def sbatch(self, *words, cwd: Path, **variables) -> int:
         """Submit a job, in a folder. Its number."""

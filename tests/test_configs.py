@@ -164,14 +164,6 @@ def test_the_state_in_the_comment_of_a_large_recipe(name):
     assert number(gigabytes) == round(16 * flops.n_params(settings_of(name)[0]) / 1e9)
 
 
-def test_every_recipe_fits_the_devices_of_its_comment(recipe):
-    """Of 80 GB, or of 64 GB where the name says MI250."""
-    name, model, train = recipe
-    device = devices.by_name("mi250" if "mi250" in name else "a100")
-    peak = memory.bytes_by_part(model, train, n_ranks(name))["peak"]
-    assert peak < memory.ROOM * device.memory_gb * 2**30
-
-
 def test_a_recipe_has_zero1_where_it_fits_and_is_the_faster_mode(recipe):
     """By the planner, with the recipe's microbatch; MI250 has recipes of its own."""
     name, model, train = recipe
@@ -183,6 +175,7 @@ def test_a_recipe_has_zero1_where_it_fits_and_is_the_faster_mode(recipe):
             plans[mode] = search.evaluate(model, cfg, fleet)
         assert plans["ZERO1"].tokens_per_second >= plans["FULL_SHARD"].tokens_per_second
         assert train.sharding == ("ZERO1" if plans["ZERO1"].fits else "FULL_SHARD")
+        assert plans[train.sharding].fits
         share = re.search(r"(\d+) % of", comment_of(name))
         if share and device != "h100":  # the comment's percentage is of a device with less memory
             assert int(share[1]) == round(100 * plans["ZERO1"].share_of_memory)

@@ -1,17 +1,14 @@
-"""Frontier's recipes: the arithmetic of their comments, what plan.py says, miniatures on CPUs."""
+"""Frontier's recipes: the arithmetic of their comments, what plan.py says."""
 
 import json
-import math
 import re
 
 import pytest
-from conftest import ROOT, flags_for
-from layouts import check
+import test_configs
+from conftest import ROOT
 
-import config
 import flops
 import plan
-from config import MPTConfig, TrainConfig
 from planning import answer, memory
 
 RECIPES = ("22b", "175b", "1t")
@@ -25,14 +22,13 @@ def path_of(name: str) -> str:
 
 def settings_of(name: str, *flags: str):
     """(model, run) of a recipe, with flags."""
-    return config.load([path_of(name), *flags], MPTConfig, TrainConfig)
+    return test_configs.settings_of(f"frontier_{name}", *flags)
 
 
 def comment_of(name: str) -> str:
     """Its comment as one line, without commas in numbers."""
-    text = (ROOT / f"configs/frontier_{name}.py").read_text()
-    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
-    return re.sub(r"(\d),(\d)", r"\1\2", " ".join(lines))
+    text = re.sub(r"^# *", "", test_configs.comment_of(f"frontier_{name}"), flags=re.M)
+    return re.sub(r"(\d),(\d)", r"\1\2", " ".join(text.splitlines()))
 
 
 # --- The files
@@ -88,22 +84,6 @@ def test_the_arithmetic_of_the_comment(name):
     assert seconds_left > 2 * step + 200  # the run notices a signal one step late, then it saves
 
 
-def test_other_layouts_in_the_comments():
-    """Sharded 22B, one pipeline of 175B, and the bubbles of the batches that may be meant."""
-    m, cfg = settings_of("22b", "--sharding=ZERO1")
-    peak = memory.bytes_by_part(m, cfg, 16)["peak"] / 1e9
-    assert f"--sharding=ZERO1 takes {peak:.1f} GB" in comment_of("22b")
-    m, cfg = settings_of("175b", "--global_batch_size=640")
-    peak = memory.bytes_by_part(m, cfg, 64)["peak"] / 1e9
-    assert f"On one pipeline alone (8 nodes): {peak:.1f} GB" in comment_of("175b")
-    assert f"if for all, the bubble is 15 / ({640 // 16} + 15)" in comment_of("175b")
-    m, cfg = settings_of("1t")
-    assert "batch of 1024: bubble 19.9 %" in comment_of("1t")
-    n = 1024 // (128 * 8 // (4 * 128))  # microbatches of each pipeline, by the launch scripts
-    assert math.isclose(127 / (n + 127), 0.199, abs_tol=5e-4)
-    assert f"16 bytes a parameter, {16 * flops.n_params(m) / 1e12:.1f} TB" in comment_of("1t")
-
-
 # --- The plan
 
 
@@ -122,38 +102,3 @@ def test_a_plan_stands_beside_what_was_published(name, capsys):
     assert ours == pytest.approx(published, rel=0.25)
     assert 1.25 * ours < found["published"]["planned_with_recomputation"] < 1.34 * ours
     assert (found["layout"]["tp"], found["layout"]["pp"]) == (cfg.tp, cfg.pp) and found["fits"]
-
-
-def test_another_device_has_no_published_figure(capsys):
-    plan.main([path_of("22b"), "--device=mi300x", "--devices=16", "--json"])
-    assert json.loads(capsys.readouterr().out)["published"] is None
-
-
-# --- Miniatures
-
-SMALL = "--d_model=64 --n_heads=8 --vocab_size=96 --max_seq_len=16 --global_batch_size=8".split()
-SMALL += ["--warmup_steps=2", "--max_steps=10", "--precision=fp32"]
-# The layout of each miniature on 4 CPU ranks.
-MINIATURES = {
-    "22b": "--tp=1 --pp=2 --n_layers=6",
-    "175b": "--tp=2 --pp=2 --n_layers=6",
-    "1t": "--tp=2 --pp=2 --n_layers=4",
-}
-
-
-@pytest.mark.slow
-def test_miniatures_train_as_one_process(ranks):
-    """The same files with small sizes: full recomputation, ZERO1 or DDP, microbatches of 1."""
-    jobs = [settings_of(name, *SMALL, *MINIATURES[name].split()) for name in RECIPES]
-    assert {cfg.sharding for _, cfg in jobs} == {"DDP", "ZERO1"}
-    check(ranks, 4, jobs, steps=4)
-
-
-@pytest.mark.slow
-def test_a_miniature_of_175b_is_launched_by_its_file(torchrun, tiny_data):
-    """On 4 ranks, tp 2 x pp 2: it trains, evaluates, saves and ends."""
-    flags = [*SMALL, *MINIATURES["175b"].split(), *flags_for(tiny_data)]
-    flags += ["--vocab_size=260", "--max_steps=4", "--eval_tokens=64", "--run_dir=runs/small"]
-    done = torchrun(4, path_of("175b"), *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 4/4  validation loss" in done.stdout, done.stdout

@@ -146,16 +146,6 @@ def test_each_prompt_may_have_its_adapter(said, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_also_for_typed_lines(said, run, tmp_path, monkeypatch):
-    a, _ = write_adapters(run, tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the river\n\n"))
-    flags = [f"--adapter={a}", "--precision=fp32"]
-    typed = said("--interactive", *flags)
-    assert typed == said("--prompt=the river", *flags).split("\n", 1)[1]
-    assert typed != said("--prompt=the river", "--precision=fp32").split("\n", 1)[1]
-
-
-@pytest.mark.slow
 def test_a_run_with_adapters_is_one_for_its_base_alone(said, run, tmp_path, capsys):
     a, _ = write_adapters(run, tmp_path)
     tuned = tmp_path / "tuned"

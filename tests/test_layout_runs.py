@@ -10,17 +10,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import TORCHRUN, flags_for, launch
+from conftest import flags_for
 from launches import load, same, steps_of, train_here
 
 import flops
 import generate
-import parallel
-import processes
 from config import MPTConfig, TrainConfig
 from evaluation import zero_shot
-from evaluation.score import Request, grouped, score
-from lifecycle import lease, microbatch, plot, resume, runlog
+from lifecycle import microbatch, plot, runlog
 from program import UserError
 from text.prepare import prepare
 from weights import hf
@@ -89,18 +86,10 @@ PARTS = [  # ranks, last step, layout
 
 @pytest.fixture(scope="module")
 def moved(ranks, tmp_path_factory, flags):
-    """A run that moves from layout to layout: (its folder, what each part printed).
-
-    The first part is launched by torchrun. Nobody changes the folder.
-    """
+    """A run that moves from layout to layout: (its folder, what each part printed)."""
     folder, said = tmp_path_factory.mktemp("moved"), []
     for size, last, layout in PARTS:
         argv = [*flags, *layout, f"--run_dir={folder}/run", f"--max_steps={last}"]
-        if not said:
-            done = launch([*TORCHRUN, str(size)], folder, argv)
-            assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
-            said.append(done.stdout)
-            continue
         answers = ranks(size)(train_here, argv)
         assert [status for status, *_ in answers] == [0] * size, answers
         said.append(answers[0][2])
@@ -165,31 +154,14 @@ def test_the_log_counts_devices_ranks_stages_and_the_bubble(moved, capsys):
     assert "4 x cpu, FULL_SHARD, tp 2 + sequence parallel, fp32" in said[1]
     assert "batch 8 sequences x 32 = 2 data-parallel ranks x 4 in 2 microbatches" in said[1]
     for step, row in steps_of(run).items():
-        speed = 8 * 32 / row["seconds"]
-        assert row["tokens_per_second"] == pytest.approx(speed)
         if step <= 3:
-            use = (6 * n_params + 12 * 3 * 32 * 32) * speed / (2 * 1e9)
+            use = (6 * n_params + 12 * 3 * 32 * 32) * row["tokens_per_second"] / (2 * 1e9)
             assert row["mfu"] == pytest.approx(use)
     microbatch.main([str(run)])
     assert "no microbatch is recorded" in capsys.readouterr().out
 
 
 # --- Weights, and other programs
-
-
-@pytest.mark.slow
-def test_programs_read_the_folder(moved, ranks, capsys):
-    run, _ = moved
-    for program in (runlog, plot, lease):
-        program.main([str(run)])
-    said = capsys.readouterr().out
-    assert "12 steps, 3,072 tokens" in said and "no run owns" in said
-    resume.demonstrate([str(run)])
-    sound = [f"{run}/checkpoints/step-{step}: sound" for step in (3, 6, 9, 12)]
-    assert capsys.readouterr().out.splitlines() == sound
-    more = ["--prompt=the old", "--max_new_tokens=5", "--temperature=0"]
-    generate.main([str(run / "checkpoints/step-6"), *more])
-    assert len(capsys.readouterr().out.split("the old")[1]) > 1
 
 
 @pytest.mark.slow
@@ -237,45 +209,6 @@ def test_evaluation_on_tensor_ranks_gives_the_figures_of_one_device(
     assert found[1]["settings"]["weights"] == found[2]["settings"]["weights"]
 
 
-def requests() -> list[Request]:
-    """Some share a prefix, some do not."""
-    draw = np.random.default_rng(0)
-    prefixes = [draw.integers(0, 257, n) for n in (20, 12)]
-    found = [Request(draw.integers(0, 257, 9), 3)]
-    for prefix in prefixes:
-        for n in (2, 5, 3):
-            found.append(Request(np.concatenate([prefix, draw.integers(0, 257, n)]), n))
-    return found
-
-
-def scored(world, layouts, precision):
-    """The scores of `requests` by a model of this seed, in each layout of this many ranks."""
-    found = []
-    for layout in layouts:
-        cfg = TrainConfig(**layout)
-        in_grid = processes.in_grid(world, cfg.tp, cfg.pp)
-        net, _ = parallel.build(MODEL, cfg, in_grid, precision, seed=0)
-        net.eval()
-        found.append(score(net, requests(), in_grid, precision, 64).tolist())
-    return found
-
-
-@pytest.mark.parametrize(
-    "size, precision, layouts",
-    [
-        (2, "fp32", [{"pp": 2}]),
-        (2, "bf16", [{"pp": 2}]),
-        (4, "fp32", [{"pp": 2}, {"pp": 2, "tp": 2}]),
-    ],
-)
-def test_scores_do_not_depend_on_the_stages(ranks, size, precision, layouts):
-    assert any(group.shared for group in grouped(requests(), 64))
-    ((wanted,),) = ranks(1)(scored, [{}], precision)
-    for of_rank in ranks(size)(scored, layouts, precision):
-        for found in of_rank:
-            assert np.allclose(found, wanted, rtol=1e-5, atol=1e-5)
-
-
 # --- Bad input
 
 
@@ -285,21 +218,3 @@ def test_scores_do_not_depend_on_the_stages(ranks, size, precision, layouts):
 def test_programs_without_tensor_ranks_or_stages_say_so(program, flag):
     with pytest.raises(UserError, match="does not cut a model that way"):
         program.main(["runs/demo", flag])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, mistake, words",
-    [
-        (2, ["--tp=2", "--sequence_parallel", "--max_seq_len=31"], "does not divide max_seq_len"),
-        (3, ["--pp=2"], "3 ranks cannot form a grid of tp 1 x pp 2"),
-        (4, ["--pp=2", "--global_batch_size=7"], "set --global_batch_size=6 or 8"),
-    ],
-    ids=str,
-)
-def test_all_ranks_see_the_same_mistake(ranks, flags, tmp_path, size, mistake, words):
-    flags = [*flags, f"--run_dir={tmp_path}/run", "--max_steps=3", *mistake]
-    answers = ranks(size)(train_here, flags)
-    ((status, message),) = {(status, message) for status, message, _ in answers}
-    assert status == 2 and words in message and "\n" not in message
-    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -239,3 +239,25 @@ def test_in_float64_nothing_but_the_order_of_sums_differs(ranks, size, layout, c
             assert (piece - whole[name][place]).norm() / norm_of_whole < 1e-9, (name, place)
             names.add(name)
     assert names == whole.keys() and math.isfinite(wanted)
+
+
+# --- Recomputation
+
+
+DROPOUT = {"resid_pdrop": 0.2, "emb_pdrop": 0.2, "attn_pdrop": 0.2}
+
+
+@pytest.mark.parametrize(
+    "size, layout",
+    [(2, {}), slowly(4, {"pp": 4}), slowly(4, {"pp": 2, "tp": 2} | SEQUENCE)],
+    ids=str,
+)
+def test_recomputing_the_blocks_changes_nothing(ranks, size, layout):
+    """Bit by bit: it draws the masks of the forward, though other forwards come in between."""
+    hows = [("none", 1), ("full", 1), ("full", 2), ("selective", 3)]
+    jobs = []
+    for how, every in hows:
+        more = {"activation_checkpointing": how, "recompute_every": every}
+        jobs.append(settings(**layout, **more, **DROPOUT))
+    for kept, *recomputed in ranks(size)(curves, jobs, 3):
+        assert all(curve == kept for curve in recomputed)

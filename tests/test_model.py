@@ -222,31 +222,7 @@ def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
         torch.testing.assert_close(p.grad, weights[name].grad, rtol=0, atol=atol, msg=name)
 
 
-# --- sizes and names
-
-# name, d_model, heads, layers, parameters with learned positions and biases, parameters with ALiBi
-# and no biases
-SIZES = [
-    ("125m", 768, 12, 12, 125_311_488, 123_636_480),
-    ("350m", 1024, 16, 24, 355_985_408, 353_616_896),
-    ("760m", 1536, 12, 24, 760_470_528, 756_917_760),
-    ("1b", 2048, 16, 24, 1_315_950_592, 1_311_213_568),
-    ("3b", 2560, 20, 32, 2_651_837_440, 2_645_690_880),
-    ("7b", 4096, 32, 32, 6_658_859_008, 6_649_024_512),
-    ("13b", 5120, 40, 40, 12_853_954_560, 12_841_210_880),
-    ("30b", 7168, 56, 48, 29_975_214_080, 29_956_742_144),
-    ("70b", 8192, 64, 80, 64_862_437_376, 64_838_443_008),
-]
-
-
-@pytest.mark.parametrize(
-    "name, d_model, heads, layers, learned, alibi", SIZES, ids=[size[0] for size in SIZES]
-)
-def test_parameter_counts_are_mosaicmls(name, d_model, heads, layers, learned, alibi):
-    for options, count in ((dict(), learned), (LIKE_TRANSFORMERS, alibi)):
-        with torch.device("meta"):
-            model = MPT(MPTConfig(d_model=d_model, n_heads=heads, n_layers=layers, **options))
-        assert sum(p.numel() for p in model.parameters()) == count
+# --- names (sizes: test_flops.py)
 
 
 def test_state_dict_names_and_shapes_are_mpts():
@@ -372,39 +348,18 @@ def test_a_later_token_changes_no_earlier_logits(options):
     assert (before[:, 20:] != after[:, 20:]).any(-1).all()  # it changes all later ones
 
 
-CACHED = [
-    dict(),
-    dict(kv_n_heads=2),
-    dict(alibi=True),
-    dict(alibi=True, kv_n_heads=1),
-    dict(alibi=True, qk_ln=True),
-]
-
-
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
-@pytest.mark.parametrize(
-    "pieces", [[1] * 20, [7, 1, 1, 3, 8], [20]], ids=["tokens", "pieces", "at once"]
-)
-@pytest.mark.parametrize("options", CACHED, ids=id_of)
-@torch.no_grad()
-def test_decoding_on_a_cache_gives_the_same_logits(options, pieces, impl):
-    cfg = replace(SMALL, attn_impl=impl, **options)
-    model = build(cfg, dtype=torch.float32, scramble=True).eval()
-    ids = tokens(cfg, length=20)
-    cache = model.new_cache(2, 30, torch.float32)
-    cache.k.fill_(torch.nan)  # positions that are not filled yet must not be read
-    cache.v.fill_(torch.nan)
-    found = torch.cat([model(piece, cache=cache) for piece in ids.split(pieces, dim=1)], dim=1)
-    assert cache.length == 20
-    assert relative_error(found, model(ids)) < 1e-5
-
-
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
 @pytest.mark.parametrize(
-    "options", [dict(), dict(alibi=True), dict(rope=True), dict(rope=True, kv_n_heads=2)]
+    "options",
+    [dict(), dict(alibi=True, qk_ln=True), dict(rope=True), dict(rope=True, kv_n_heads=2)],
+    ids=id_of,
 )
+@torch.no_grad()
 def test_texts_of_different_lengths_share_a_cache(options, impl):
-    """With left padding, each text gives its own logits, whatever ids are in the padding."""
+    """With left padding, each text gives its own logits, whatever ids are in the padding.
+
+    Other kinds of models: serving/test_decoder.py.
+    """
     cfg = replace(SMALL, attn_impl=impl, **options)
     model = build(cfg, dtype=torch.float32, scramble=True)
     texts = [tokens(cfg, 1, n, seed=n)[0] for n in (13, 20, 5)]
@@ -413,6 +368,8 @@ def test_texts_of_different_lengths_share_a_cache(options, impl):
     for filler in (0, 50):
         rows = torch.stack([F.pad(text, (20 - len(text), 0), value=filler) for text in texts])
         cache = model.new_cache(3, 30, torch.float32, pad)
+        for keys_or_values in (cache.k, cache.v):
+            keys_or_values.fill_(torch.nan)  # positions that are not filled yet must not be read
         prompt, *single_tokens = rows.split([16, 1, 1, 1, 1], dim=1)
         prompt_logits = model(prompt, cache=cache)[:, -1:]
         token_logits = [model(token, cache=cache) for token in single_tokens]

@@ -56,19 +56,6 @@ def test_decay_does_not_grow_with_the_learning_rate(lr):
     assert torch.equal(step(p, no_gradient, cfg, [0.0]), p)
 
 
-def test_a_bad_step_changes_nothing_and_a_good_one_does():
-    """Neither weights nor moments."""
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = build_optimizer([p], TrainConfig())
-    for good in (True, False, True):
-        before = [p.detach().clone(), *(x.clone() for x in optimizer.state[p].values())]
-        p.grad = torch.ones(3)
-        step_if_good(optimizer, torch.tensor(good))
-        after = [p.detach(), *optimizer.state[p].values()]
-        same = len(before) == len(after) and all(map(torch.equal, before, after))
-        assert same != good
-
-
 def test_a_bad_step_is_skipped_by_optimizers_that_do_not_know_of_it():
     """A subclass of AdamW has its hook for bad steps, but its own step may not look there."""
 
@@ -124,15 +111,13 @@ def test_schedules_at_known_steps(schedule, known):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_without_warmup(schedule):
-    cfg = TrainConfig(lr=1.0, schedule=schedule, warmup_steps=0, max_steps=100)
-    assert learning_rate(0, cfg) == 1 and learning_rate(1, cfg) > 0.99
-
-
 @pytest.mark.parametrize("alpha_f", [0, 0.5, 1])
-def test_alpha_f_is_where_the_cosine_ends(alpha_f):
-    cfg = TrainConfig(lr=1.0, warmup_steps=0, max_steps=100, alpha_f=alpha_f)
-    assert learning_rate(100, cfg) == pytest.approx(alpha_f)
+def test_without_warmup_and_at_the_end(schedule, alpha_f):
+    more = {"schedule": schedule, "alpha_f": alpha_f}
+    cfg = TrainConfig(lr=1.0, warmup_steps=0, max_steps=100, **more)
+    assert learning_rate(0, cfg) == 1 and learning_rate(1, cfg) > 0.99
+    if schedule == "cosine":
+        assert learning_rate(100, cfg) == pytest.approx(alpha_f)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

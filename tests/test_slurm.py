@@ -5,23 +5,18 @@ interface, and the time limit. torchrun and fsdp_train.py are real, except where
 """
 
 import collections
-import functools
 import itertools
 import json
 import re
-import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from conftest import PATIENCE, ROOT, flags_for, rooms_on_path
-from launches import FLAGS, wait_for
-from slurm_cluster import processes
+from conftest import PATIENCE, ROOT, flags_for
+from launches import FLAGS, figures
 
 import checkpoint
 from lessons.elastic import steps_done
-from lifecycle import runlog
 
 pytestmark = pytest.mark.slow
 
@@ -181,12 +176,7 @@ def straight(begun):
     """The curve of the unbroken run."""
     each = begun["unbroken"]
     assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 0, each.said()
-    return curve(each)
-
-
-def curve(job) -> list:
-    keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
-    return [[row.get(key) for key in keys] for row in runlog.read(job.folder / "run")]
+    return figures(each.folder / "run")
 
 
 @pytest.fixture
@@ -239,15 +229,6 @@ def test_each_rank_knows_its_place_on_two_nodes(job):
         nodes = collections.Counter(node for _, node, *_ in ranks)
         assert sorted(nodes.values()) == [2, 2]
         assert all(rest == [of_script[script], argv] for _, _, *rest in ranks)
-
-
-def test_tensor_ranks_and_stages_are_neighbours(job, train):
-    """Teams of two tensor ranks on each of two nodes, so there is nothing to warn of."""
-    one_thread = functools.partial(re.sub, "OMP_NUM_THREADS=.*", "OMP_NUM_THREADS=1")
-    each = train(job(), SRUN, "--tp=2", "--pp=2", ranks_per_node=2, edit=one_thread)
-    assert each.end() == ("COMPLETED", "0:0"), each.said()
-    assert "4 x cpu, FULL_SHARD, tp 2, pp 2, fp32" in each.said()
-    assert "WARNING" not in each.said()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,7 +352,7 @@ def test_a_run_that_lost_a_torchrun_or_a_node_goes_on(slurm, both_stay, straight
         (each.folder / "go").touch()
     for each in both_stay:
         assert each.end() == ("COMPLETED", "0:0") and each.restarts() == 1, each.said()
-        assert each.resumes() and curve(each) == straight
+        assert each.resumes() and figures(each.folder / "run") == straight
     assert lost not in by_srun.nodes()
     slurm.restore(lost)
 
@@ -385,7 +366,7 @@ def test_before_the_time_limit_a_run_saves_and_goes_on_later(begun, straight):
         each.limit(60)
         assert each.end() == ("COMPLETED", "0:0"), each.said()
         assert each.resumes() and "stopping, as asked" in each.said()
-        assert curve(each) == straight
+        assert figures(each.folder / "run") == straight
 
 
 # --------------------------------------------------------------------------------------------------
@@ -425,28 +406,3 @@ def test_ranks_run_in_a_container(slurm, job):
         assert each.end() == ("COMPLETED", "0:0"), each.said()
         command = f"exec {flag} --bind {each.folder} --pwd {each.folder} mpt.sif"
         assert f"apptainer got {command}" in each.said() and "index 3\n" in each.said()
-
-
-# --------------------------------------------------------------------------------------------------
-# SLURM itself
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import slurm_cluster
-with slurm_cluster.Cluster(Path(sys.argv[1])) as cluster:
-    (Path(sys.argv[1]) / "job.sh").write_text("#!/bin/sh\\nsrun sleep 9999")
-    number = cluster.sbatch("job.sh", cwd=Path(sys.argv[1]))
-    cluster.wait_for(lambda: cluster.tasks(number))
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_killed_session_leaves_nothing_that_runs(slurm, tmp_path):
-    """Not even its jobs. Meanwhile another cluster is there, with the same ports and names."""
-    environment = rooms_on_path() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    words = [sys.executable, "-c", KILLED, str(tmp_path)]
-    assert subprocess.run(words, env=environment, timeout=PATIENCE).returncode == -signal.SIGKILL
-    conf = str(tmp_path / "slurm.conf")
-    wait_for(lambda: not [p for p in processes() if p.environment.get("SLURM_CONF") == conf])
-    assert set(slurm.states()) <= {"idle", "allocated", "mixed"}

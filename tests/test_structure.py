@@ -244,13 +244,10 @@ def test_environment_variables_are_no_messengers():
     for path in FILES:
         targets = []
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Assign):
-                targets += [
-                    target for target in node.targets if "os.environ" in ast.unparse(target)
-                ]
-            elif isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "os.environ":
-                targets.append(node)
-        assert not targets or path.stem == "processes", f"{path.name}, line {targets[0].lineno}"
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                targets += getattr(node, "targets", None) or [node.target]
+        sets = [target.lineno for target in targets if "os.environ" in ast.unparse(target)]
+        assert not sets or path.stem == "processes", f"{path.name}, line {sets[0]}"
 
 
 def test_no_hidden_state():

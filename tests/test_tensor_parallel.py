@@ -190,9 +190,6 @@ def test_logits_and_scores_are_those_of_one_process(ranks, size):
     [
         ({"tp": 3}, {}, "tp 3 does not divide n_heads 4: tp can be 1, 2, 4"),
         ({"tp": 4}, {"kv_n_heads": 2}, "tp 4 does not divide kv_n_heads 2: tp can be 1, 2"),
-        ({"tp": 2, "compile": True}, {}, "set --compile=False"),
-        ({"sequence_parallel": True}, {}, "set --tp=2"),
-        ({"tp": 2, "sequence_parallel": True}, {"max_seq_len": 15}, "max_seq_len 15"),
     ],
 )
 def test_what_cannot_be_cut_is_a_user_error(changes, model_changes, words):

@@ -6,10 +6,9 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, flags_for
-from launches import SIZE
+from launches import SIZE, steps_of
 
 import checkpoint
-from lifecycle import runlog
 from program import UserError
 from weights import load, peft
 
@@ -31,8 +30,7 @@ def train(forks, tiny_data, tmp_path):
 
 
 def losses(run_dir) -> dict:
-    """{step: training loss} of a run."""
-    return {row["step"]: row["loss"] for row in runlog.read(run_dir) if "loss" in row}
+    return {step: row["loss"] for step, row in steps_of(run_dir).items()}
 
 
 @pytest.mark.slow
@@ -50,16 +48,6 @@ def test_a_run_resumes_in_another_place_without_its_text(train, tiny_data, tmp_p
     assert "there/run: resuming from there/run/checkpoints/step-2" in printed
     moved = losses(tmp_path / "there/run")
     assert len(moved) == 4 and moved == losses(tmp_path / "here/straight")
-
-
-@pytest.mark.slow
-def test_a_jump_of_the_loss_is_skipped_from_an_earlier_checkpoint(train, tmp_path):
-    train("--run_dir=runs/demo", "--max_steps=6")
-    source = ["--resume=runs/demo/checkpoints/step-2", "--skip_steps=4:6"]
-    command = [*source, "--run_dir=runs/demo-2", "--max_steps=6"]
-    train(*command)
-    assert "runs/demo-2/checkpoints/step-6 has all 6 steps" in train(*command)
-    assert [step for step in losses(tmp_path / "runs/demo-2") if step > 2] == [3, 6]
 
 
 @pytest.mark.slow

@@ -37,24 +37,11 @@ def block(warps, registers, shared=0, tensor_memory=0):
         ("sm_90", block(8, 198, 128 * 1024), 1, "registers, shared memory", 8 / 64),
         # 40.5 KB and 1 KB reserved: 164 / 41.5 = 3; 512 / 88 = 5 warps a SIMD.
         ("sm_80", block(4, 84, 81 * 512), 3, "shared memory", 12 / 64),
-        ("sm_86", block(4, 24, 0), 12, "threads", 1),
-        # 512 / 168 = 3 warps a SIMD.
-        ("sm_89", block(8, 168, 48 * 1024), 1, "registers", 8 / 48),
         # Blocks of fewer warps than SIMDs: 12 and 4 warps a SIMD, on four of them.
         ("sm_90", block(1, 40), 32, "blocks", 32 / 64),
         ("sm_90", block(2, 128), 8, "registers", 16 / 64),
-        # 3 warps a SIMD; 228 / (64 + 1) = 3; 512 / 128 = 4.
-        (
-            "sm_103",
-            block(4, 168, 64 * 1024, tensor_memory=128),
-            3,
-            "registers, shared memory",
-            12 / 64,
-        ),
         # 512 / 256 = 2 warps a SIMD; 100 / (98 + 1) = 1.
         ("sm_120", block(8, 255, 98 * 1024), 1, "registers, shared memory", 8 / 48),
-        # 100 / (30 + 1) = 3.
-        ("sm_121", block(4, 64, 30 * 1024), 3, "shared memory", 12 / 48),
         # 256 / 84 = 3 warps a SIMD; 64 / 16 = 4.
         ("gfx908", block(4, 84, 16 * 1024), 3, "registers", 12 / 40),
         ("gfx942", block(4, 128, 32 * 1024), 2, "shared memory", 8 / 32),
@@ -66,12 +53,8 @@ def block(warps, registers, shared=0, tensor_memory=0):
         ("gfx1100", block(4, 24), 16, "threads", 1),
         # 1536 / 264 = 5 warps a SIMD, 20 on four of them.
         ("gfx1101", block(8, 250, 8 * 1024), 2, "registers", 16 / 64),
-        # 1024 / 176 = 5.
-        ("gfx1102", block(4, 170, 16 * 1024), 5, "registers", 20 / 64),
         # 128 / 24 = 5.
         ("gfx1200", block(4, 96, 24 * 1024), 5, "shared memory", 20 / 64),
-        # 1536 / 192 = 8, 32 on four SIMDs.
-        ("gfx1201", block(16, 192), 2, "registers", 32 / 64),
         # More than one block may take, though the WGP has it.
         ("gfx1100", block(4, 24, 65 * 1024), 0, "shared memory", 0),
     ],

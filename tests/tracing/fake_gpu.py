@@ -74,39 +74,24 @@ class Event:
     def __init__(self, *args, **kwargs):
         pass
 
-    def record(self, stream=None):
-        pass
-
-    def wait(self, stream=None):
-        pass
-
-    def synchronize(self):
-        pass
-
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end) -> float:
-        return 0.0
+    def nothing(self, *args, **kwargs) -> None:
+        pass
+
+    record = wait = synchronize = nothing
 
 
-class Stream:
+class Stream(Event):
     """A queue without work."""
 
-    cuda_stream = 0
-    stream_id = 0
-    device_index = 0
+    cuda_stream = stream_id = device_index = priority = 0
     device_type = 1  # CUDA
-    priority = 0
-
-    def __init__(self, *args, **kwargs):
-        pass
+    wait_stream = wait_event = __exit__ = Event.nothing
 
     def __enter__(self):
         return self
-
-    def __exit__(self, *error):
-        return None
 
     @property
     def device(self):
@@ -114,20 +99,8 @@ class Stream:
 
         return torch.device("cuda", 0)
 
-    def wait_stream(self, other):
-        pass
-
-    def wait_event(self, event):
-        pass
-
     def record_event(self, event=None):
         return event or Event()
-
-    def synchronize(self):
-        pass
-
-    def query(self) -> bool:
-        return True
 
 
 @dataclass
