@@ -265,8 +265,7 @@ def as_picture(runs: list[Run], path: Path, what: str = "loss", x: str = "tokens
             draw(axes, runs, key, x)
             draw_restarts(axes, runs, x, with_labels=key == large)
         lines, labels = all_axes[large].get_legend_handles_labels()
-        entries = dict(zip(labels, lines, strict=True))  # one for all validations
-        figure.legend(entries.values(), entries, loc="outside lower center", frameon=False)
+        figure.legend(lines, labels, loc="outside lower center", frameon=False)
 
         picture = io.BytesIO()
         figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
@@ -279,18 +278,18 @@ def draw(axes, runs: list[Run], what: str, x: str) -> None:
     """Draw the curves and axes of one panel: ten colours, then dashed; earlier runs are wider."""
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
-    is_known = False
-    for number, run in enumerate(runs):
-        train, val = curves(run, what, x)
-        is_known = is_known or bool(train or val)
+    drawn = [curves(run, what, x) for run in runs]
+    for number, (run, (train, val)) in enumerate(zip(runs, drawn, strict=True)):
         color, style = f"C{number % 10}", "-" if number < 10 else "--"
         wider = 2 * (len(runs) - 1 - number) / len(runs)
         marker = "o" if len(train) == 1 else None
         look = {"linestyle": style, "linewidth": 1 + wider, "marker": marker}
         axes.plot(*unzipped(train), color=color, label=run.folder[-100:], **look)
         if val:
-            axes.plot(*unzipped(val), "o--", color=color, linewidth=1, label="validation")
-    if not is_known:
+            axes.plot(*unzipped(val), "o--", color=color, linewidth=1)
+    if any(val for _, val in drawn):
+        axes.plot([], [], "o--", color="grey", linewidth=1, label="validation")
+    if not any(train or val for train, val in drawn):
         center = {"transform": axes.transAxes, "ha": "center", "va": "center"}
         axes.text(0.5, 0.5, "not known", color="grey", **center)
     axes.set_xlabel(X[x])
@@ -314,11 +313,13 @@ def draw_restarts(axes, runs: list[Run], x: str, with_labels: bool) -> None:
         for number, run in enumerate(runs)
         for restart in run.restarts
     )
+    if restarts:
+        axes.plot([], [], ":", color="grey", linewidth=1, label="restart")
     left, right = axes.get_xlim()
     font = {"rotation": 90, "fontsize": 7, "ha": "center", "va": "bottom"}
     next_free = -math.inf  # where the next label has room
     for position, label, color in restarts:
-        axes.axvline(position, color=color, linestyle=":", linewidth=1, label="restart")
+        axes.axvline(position, color=color, linestyle=":", linewidth=1)
         if with_labels and position >= next_free:
             above = {"xytext": (0, 3), "textcoords": "offset points"}
             top = {"xy": (position, 1), "xycoords": axes.get_xaxis_transform()}
