@@ -438,6 +438,8 @@ def say_once(head: str, words: str) -> None:
 
 def shown(value) -> str:
     """A value as messages show it, at most 80 characters."""
+    if type(value) is int and abs(value) >= 10**60:
+        return "a huge number"  # of which Python refuses to print more than 4,300 digits
     return (f"{value:,}" if type(value) is int else repr(value))[:80]
 
 

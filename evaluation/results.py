@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import program
+from evaluation.figures import FIGURES
 from program import require
 from storage import files
 
@@ -20,13 +21,25 @@ def finished(out: str, settings: dict) -> dict:
     fix = "choose another --out"
     earlier = files.read_json(out, dict, {"settings": dict, "tasks": dict}, fix)
     fixed = {key: earlier["settings"].get(key) for key in ("weights", "precision", "ids")}
-    require(None not in fixed.values(), f"{out} holds no results of `python -m evaluation`: {fix}")
+    results = earlier["tasks"]
+    complete = None not in fixed.values() and all(has_figures(r) for r in results.values())
+    require(complete, f"{out} holds no results of `python -m evaluation`: {fix}")
     for key, value in fixed.items():
         require(
             value == settings[key],
             f"{out} holds results with {key} {program.one_line(value)}, not {settings[key]}: {fix}",
         )
-    return earlier["tasks"]
+    return results
+
+
+def has_figures(result) -> bool:
+    """Has a result all figures that the table prints? One without a digest is computed again."""
+    if not isinstance(result, dict):
+        return False
+    if "digest" not in result:
+        return True
+    names = FIGURES.get(str(result.get("kind")))
+    return names is not None and all(files.has_type(result.get(name), float) for name in names)
 
 
 def save(out: str, settings: dict, results: dict) -> None:

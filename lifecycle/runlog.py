@@ -67,6 +67,7 @@ COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some
     "val_loss_by_source": dict,
     "icl": dict,
 }
+TASK_FIGURES = dict.fromkeys("foundry foundry_stderr chance acc nats_per_token".split(), float)
 LAUNCH = {  # what is read of launches.jsonl, with its types
     "first_step": int,
     "ranks": (int, type(None)),
@@ -328,8 +329,15 @@ def read_metrics(run_dir) -> tuple[list[dict], list[str]]:
 def fault(row: dict) -> str:
     """What is wrong with a row of metrics, "" if nothing."""
     wrong = files.wrong_type(row, COLUMNS)
-    is_negative = not wrong and min(row["step"], row.get("tokens", 0)) < 0
-    return wrong or "a count is negative" * is_negative
+    if wrong or min(row["step"], row.get("tokens", 0)) < 0:
+        return wrong or "a count is negative"
+    losses = row.get("val_loss_by_source", {})
+    if wrong := files.wrong_type(losses, dict.fromkeys(losses, float)):
+        return wrong
+    for task, figures in row.get("icl", {}).items():
+        if not isinstance(figures, dict) or files.wrong_type(figures, TASK_FIGURES):
+            return f"the figures of {files.shown(task)}"
+    return ""
 
 
 def damaged_lines(path: Path, n_bad: int, first: str) -> str:

@@ -1,5 +1,6 @@
-"""Readers of files that others write get damaged and malicious ones: a result, or one line that
-names the file. Of what a run writes for itself: its data, its metrics, its checkpoints.
+"""Readers of files get damaged and malicious ones: a result, or one line that names the file.
+
+Of files that others write, and of what a run writes: its data, its metrics, its checkpoints.
 
 A reader may raise UserError or OSError and nothing else. It may take 10 s and 1.5 GB more memory.
 One process imports everything once and forks a child for each reader. A child that hangs or dies
@@ -249,11 +250,41 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 CHAT = [{"prompt": "2+2=", "response": "4"}, {"messages": [USER, ANSWER, USER, ANSWER]}]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEXTS = [{"text": "one"}, {"text": "two", "x": 1}]
+MACHINE = {
+    "device": "AMD Instinct MI250X",
+    "ranks": 8,
+    "nodes": 1,
+    "memory_gbs": 1300.0,
+    "matmul_tflops": {"bf16": {"4096": 120.0}},
+    "collectives_gbs": {"all": {"all_gather": {"1": 40.0}, "all_reduce": {"1": 30.0}}},
+    "latency_us": {"all": 50.0},
+}
+FIGURES = {"kind": "text", "digest": "0", "n": 1, "contexts_cut": 0, "requests": 1}
+FIGURES |= {"nats_per_token": 2.0, "nats_per_byte": 1.0, "perplexity": 3.0}
+SETTINGS = {"weights": "a", "precision": "fp32", "ids": "b"}
+RESULTS = {"settings": SETTINGS, "tasks": {"a": FIGURES}}
 
 
 def lines(*rows):
     """Rows as JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def table():
+    """A CSV of bench train with two rows."""
+    from bench.compare import COLUMNS, FIGURES, MAYBE
+
+    known = {"status": "ok", "model": "mpt", "device": "AMD Instinct MI250X", "others": ""}
+    known |= {"d_model": 768, "n_layers": 12, "n_heads": 12}
+    known |= {"max_seq_len": 2048, "vocab_size": 50368, "precision": "bf16", "ranks": 8}
+    known |= {"microbatch_size": 8, "global_batch_size": 256, "grad_accum": 4}
+    known |= {"sharding": "FULL_SHARD", "activation_checkpointing": "none", "recompute_every": 1}
+    known |= {"tokens_per_second": 200000, "hfu": 0.4}
+    ones = "fastest slowest memory_gb data forward backward optimizer".split()
+    known |= dict.fromkeys(ones, 1)
+    names = sorted(COLUMNS | known.keys() | {"communication", "idle"})
+    cells = [str(known.get(name, 1 if name in FIGURES + MAYBE else "")) for name in names]
+    return "\n".join([",".join(names), ",".join(cells), ",".join(cells), ""])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,6 +373,14 @@ def read_task(path, folder):
     icl_tasks.load(str(path))
 
 
+def read_results(path, folder):
+    from evaluation import zero_shot
+
+    results = zero_shot.finished(str(path), SETTINGS)
+    complete = {name: result for name, result in results.items() if "digest" in result}
+    zero_shot.table(complete, "model")
+
+
 def read_corpus(path, folder):
     from text import corpus
 
@@ -354,6 +393,21 @@ def read_mds(path, folder):
 
     for document in corpus.documents(str(path.parent), tokenizer.load("bytes")):
         assert len(document)
+
+
+def read_machine(path, folder):
+    from planning import calibrate
+    from planning.fleet import FleetArgs
+
+    calibrate.from_files([str(path)], FleetArgs(device="mi250"))
+
+
+def read_table(path, folder):
+    from bench import compare
+
+    rows = compare.read(path)
+    compare.tables(rows, str(path))
+    compare.scalings(compare.measured(rows, str(path)))
 
 
 def read_config(path, folder):
@@ -389,6 +443,7 @@ READERS = {  # name -> (maker, reader)
     "vocab.json": (their_pair, read_tokenizer),
     "bpe_tokenizer.json": (our_tokenizer, read_tokenizer),
     "task.jsonl": (written("task.jsonl", lines(*QUESTIONS)), read_task),
+    "results.json": (written("results.json", json.dumps(RESULTS)), read_results),
     "text.jsonl": (written("text.jsonl", lines(*TEXTS)), read_corpus),
     "text.parquet": (parquet, read_corpus),
     "text.txt": (written("text.txt", TEXT), read_corpus),
@@ -400,6 +455,8 @@ READERS = {  # name -> (maker, reader)
     "shard.mds of bytes": (mds_file("bytes-int32", "shard.00000.mds"), read_mds),
     "shard.mds.snappy": (mds_file("snappy", "shard.00000.mds.snappy"), read_mds),
     "shard.mds.zstd": (mds_file("text", "shard.00000.mds.zstd"), read_mds),
+    "machine.json": (written("machine.json", json.dumps(MACHINE)), read_machine),
+    "bench.csv": (written("bench.csv", table()), read_table),
     "config.py": (written("config.py", CONFIG), read_config),
 }
 # A setting out of range is reported without the file that sets it.
@@ -603,8 +660,8 @@ def main(argv) -> None:
     n_cases = next((int(word[8:]) for word in argv if word.startswith("--cases=")), CASES)
     names = [word for word in argv if not word.startswith("--")]
     modules = """
-        weights.load weights.hf weights.peft evaluation.tasks lifecycle.plot lifecycle.stopping
-        pyarrow.parquet torch._dynamo
+        bench.compare planning.calibrate weights.load weights.hf weights.peft evaluation.zero_shot
+        lifecycle.plot lifecycle.stopping pyarrow.parquet torch._dynamo
     """
     for module in modules.split():
         importlib.import_module(module)  # before the forks, not in each

@@ -66,10 +66,8 @@ def check_published(answer):
 def check_plan(answer):
     """A plan for a node and 3,000 dollars"""
     got = answer.call("plan")
-    assert got["model"] == "mpt-3b", (
-        f"plan's model: expected mpt-3b, got {got['model']!r}. The price is that of a card, which "
-        "is two devices"
-    )
+    hint = ". The price is that of a card, which is two devices" * (got["model"] == "mpt-1b")
+    assert got["model"] == "mpt-3b", f"plan's model: expected mpt-3b, got {got['model']!r}{hint}"
     tokens = 20 * 2_651_837_440
     speed = 0.458 * 8 * 181.05e12 / (6 * 2_651_837_440 + 12 * 32 * 2560 * 2048)
     hours = tokens / speed / 3600

@@ -1,7 +1,7 @@
 """Lesson 5. FLOPs, MFU, the roofline, and the plan of a run.
 
 Complete the functions below, from top to bottom. `python -m lessons check 5` compares them with
-published runs. Lesson 5 has all formulas. Import nothing of the project.
+counts by hand and with published runs. Lesson 5 has all formulas. Import nothing of the project.
 """
 
 
@@ -66,8 +66,8 @@ def gpt_175b(seconds: float = 13.75) -> float:
 
 # A plan. You have one node of 4 MI250 cards, which are 8 torch devices of 181.05e12 FLOP/s, and
 # 3,000 dollars. A card costs 1.50 dollars an hour. Training reaches an MFU of 45.8 %, as MosaicML's
-# did there. Which is the largest of these models that you can train on 20 tokens a parameter, in
-# sequences of 2048 tokens?
+# did there (attention in full). Which is the largest of these models that you can train on 20
+# tokens a parameter, in sequences of 2048 tokens?
 MODELS = {  # parameters, layers, d_model
     "mpt-1b": (1_315_950_592, 24, 2048),
     "mpt-3b": (2_651_837_440, 32, 2560),

@@ -254,3 +254,12 @@ def test_a_mistake_is_one_line(run, capsys):
         with pytest.raises(UserError, match=words):
             plot.main([str(arg) for arg in args])
         assert capsys.readouterr().out == ""
+
+
+@pytest.mark.skipif(not PICTURES, reason="needs matplotlib")
+def test_a_picture_is_not_drawn_through_a_link(run, tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (run / "loss.png").symlink_to(tmp_path / "precious")
+    assert plot.as_picture([plot.read(str(run))], run / "loss.png")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (run / "loss.png").read_bytes()[1:4] == b"PNG"

@@ -245,6 +245,8 @@ DAMAGE = {  # test_fuzz.py has more
     "no step": b'{"loss": 5.0}',
     "a negative step": b'{"step": -1}',
     "a loss in quotes": b'{"step": 3, "loss": "5.0"}',
+    "figures in quotes": b'{"step": 3, "icl": {"piqa": {"acc": "0.5"}}}',
+    "a source's loss in quotes": b'{"step": 3, "val_loss_by_source": {"a": "low"}}',
 }
 
 

@@ -120,6 +120,8 @@ def test_a_machine_of_one_node(tmp_path):
     assert fleet.network_gbs == 100
     assert c.hop == pytest.approx(42e-6 / 14)
     assert any("no training run was measured" in note for note in fleet.notes)
+    fleet, _ = calibrated(tmp_path, machine(), FleetArgs(device="mi250", bandwidth=650))
+    assert fleet.device.bandwidth_gbs == 650  # a flag is stronger
 
 
 def test_a_machine_says_how_large_a_node_is_and_collisions_count_once(tmp_path):

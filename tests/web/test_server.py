@@ -248,6 +248,7 @@ def test_counters_agree_with_the_answers(served):
         ({"stop": "x" * 10**6}, 400, "at most 256"),
         ({"stop": "x", "guided_regex": "[0-9]+"}, 400, "leave one out"),
         ({"prompt": [1.5] * 200_000}, 400, "prompt"),
+        ({"stop": ["a"] * 20}, 400, "stop"),
         ({"logit_bias": {"5": 1}}, 400, "not supported"),
         ({"best_of": 2}, 400, "best_of"),
         ({"echo": True, "logprobs": 1, "stream": True}, 400, "echo with logprobs"),
