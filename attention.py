@@ -171,7 +171,7 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
         return "sdpa"
     from gpu_kernels import first_use  # only GPUs need it
 
-    return "triton" if first_use.suits(device) else "sdpa"
+    return "triton" if first_use.suits(device, head_dim) else "sdpa"
 
 
 def require_known(impl: str) -> None:

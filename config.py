@@ -319,7 +319,7 @@ class TrainConfig:
     z_loss: float = 0.0  # weight of the squared logsumexp of the logits in the loss (PaLM: 1e-4)
     # --- machine
     device: Device = "auto"  # cuda also means ROCm
-    precision: Precision = "auto"  # auto: bf16, or fp32 where it is only emulated
+    precision: Precision = "auto"  # auto: bf16 where that is known to be fast, else fp32
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
     tp: int = 1  # tensor parallelism: ranks over which each layer is cut; see tensor_parallel.py
     sequence_parallel: bool = False  # with tp: cut the tokens between the layers, too; less memory

@@ -320,12 +320,12 @@ def choose_precision(cfg: config.TrainConfig, device, saved: str | None = None) 
     if cfg.precision == "auto" and not saved:
         if computes_in_bf16(device):
             return "bf16", "this device supports it"
-        return "fp32", "as far as PyTorch knows, this device only emulates bf16"
+        return "fp32", "bf16 is not known to be fast on this device"
     precision, reason = saved, "as in the checkpoint"
     if cfg.precision != "auto":
         precision, reason = cfg.precision, "as set"
     if precision == "bf16" and not computes_in_bf16(device):
-        doubt = "though this device only emulates bf16, as far as PyTorch knows"
+        doubt = "though bf16 is not known to be fast on this device"
         reason += f", {doubt}: consider --precision=fp32"
     return precision, reason
 

@@ -329,6 +329,8 @@ def find_peak(args: FlopsArgs, train: TrainConfig) -> tuple[str, float | None, f
     """
     row = None if args.device in devices.THIS_MACHINE else devices.by_name(args.device)
     name = row.name if row else "an unnamed device"
+    fix = "flops.py measures nothing: set --peak_tflops=NUMBER"
+    require(train.peak_tflops != "measure", fix)
     if isinstance(train.peak_tflops, float):
         return name, train.peak_tflops * 1e12, None
     if row and row.bf16_tflops:

@@ -362,6 +362,8 @@ def status_of(main, tell=print_error) -> int:
     try:
         main(sys.argv[1:])
     except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print_error(leaving.code)
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
         return 130
@@ -425,8 +427,8 @@ def flushed(status):
 def silence() -> None:
     """Send further output to /dev/null. Otherwise the interpreter's own flush at exit fails too."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        os.dup2(null, stream.fileno())
 
 
 @functools.cache

@@ -121,28 +121,55 @@ def all_batches(requests, batch_tokens: int, max_width: int) -> list[list[list[G
     return [batched(kind, requests, batch_tokens, max_width) for kind in (several, single)]
 
 
-def fits(batch: list[Group], requests, batch_tokens: int, max_width: int) -> bool:
-    """Is a batch small enough, and at most a quarter of it padding?"""
-    suffixes = [len(requests[i].ids) - group.shared for group in batch for i in group.indices]
-    contexts = [group.shared for group in batch]
-    width = max(contexts) + max(suffixes) - 1  # the last id is a label only
-    padded = len(contexts) * max(contexts) + len(suffixes) * max(suffixes)
-    is_small = len(suffixes) * width <= batch_tokens and width <= max_width
-    return is_small and padded <= (sum(contexts) + sum(suffixes)) * 4 / 3
+class BatchShape(NamedTuple):
+    """The size of a batch. A row is what the second pass reads: the suffix of one request."""
+
+    groups: int = 0
+    rows: int = 0
+    tokens: int = 0  # without padding
+    longest_context: int = 0
+    longest_suffix: int = 0
+
+    def plus(self, context: int, suffixes: list[int]) -> "BatchShape":
+        """The shape with one more group: lengths of its context and of its suffixes."""
+        return BatchShape(
+            groups=self.groups + 1,
+            rows=self.rows + len(suffixes),
+            tokens=self.tokens + context + sum(suffixes),
+            longest_context=max(self.longest_context, context),
+            longest_suffix=max(self.longest_suffix, *suffixes),
+        )
+
+    def fits(self, batch_tokens: int, max_width: int) -> bool:
+        """Whether it is small enough, and at most a quarter of it is padding."""
+        width = self.longest_context + self.longest_suffix - 1  # the last id is a label only
+        padded = self.groups * self.longest_context + self.rows * self.longest_suffix
+        small = self.rows * width <= batch_tokens and width <= max_width
+        return small and padded <= self.tokens * 4 / 3
 
 
 def batched(groups: list[Group], requests, batch_tokens: int, max_width: int) -> list[list[Group]]:
-    """Batches of groups of similar lengths, the longest first; a large group has one of its own."""
+    """Batches of groups of similar lengths, the longest first.
+
+    Each has at most `batch_tokens` tokens and `max_width` columns, or it is a single group.
+    """
+
+    def suffixes(group):
+        return [len(requests[i].ids) - group.shared for i in group.indices]
 
     def length(group):
-        return group.shared // 8, max(len(requests[i].ids) for i in group.indices) - group.shared
+        return group.shared // 8, max(suffixes(group))
 
     batches = []
+    shape = BatchShape()
     for group in sorted(groups, key=length, reverse=True):
-        if batches and fits([*batches[-1], group], requests, batch_tokens, max_width):
+        larger = shape.plus(group.shared, suffixes(group))
+        if batches and larger.fits(batch_tokens, max_width):
             batches[-1].append(group)
+            shape = larger
         else:
             batches.append([group])
+            shape = BatchShape().plus(group.shared, suffixes(group))
     return batches
 
 

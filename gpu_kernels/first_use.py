@@ -1,8 +1,9 @@
-"""Before a process uses these kernels on a GPU, it compares them there with float64, once.
+"""Before a process uses a kernel on a GPU, it compares it there with float64, once.
 
 A kernel that is wrong on some GPU would train a wrong model without a word. If one differs or
-fails, attention and loss take PyTorch's operators, and one line says so. The comparison costs the
-compilation of five small kernels, which Triton keeps on disk for the next process.
+fails, `attn_impl=auto` is sdpa, or the loss is PyTorch's operators, and one line says so. Compared
+are attention (causal, ALiBi; with the launch rows for the model's heads) and the loss, in bf16. It
+costs the compilation of a few small kernels, which Triton keeps on disk for the next process.
 """
 
 import functools
@@ -19,48 +20,46 @@ TOKENS = 300  # several blocks of queries and of keys
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it, and does not trace it
-def suits(device: torch.device) -> bool:
-    """Whether Triton's kernels are fast and right on this device.
+def suits(device: torch.device, head_dim: int = 0) -> bool:
+    """Whether a kernel is fast and right on this device: attention's, or with head_dim 0 the loss.
 
     If not, one line on stderr says so, once per process.
     """
-    arch = launch_table.architecture(device)
-    return launch_table.has_matrix_instructions(arch) and are_right(device)
+    if not launch_table.has_matrix_instructions(launch_table.architecture(device)):
+        return False
+    if head_dim:
+        head_dim = 64 if head_dim <= 64 else 128  # each has launch rows of its own
+    return is_right(device, head_dim)
 
 
 @functools.cache
-def are_right(device: torch.device) -> bool:
-    """Whether both kernels agree with float64 on this device. If not, says so."""
+def is_right(device: torch.device, head_dim: int) -> bool:
+    """Whether the kernel agrees with float64 on this device. If not, says so."""
     # A new thread has nothing that the caller may have set: no autocast, no no_grad, no hooks of
     # activation checkpointing, no compiler that traces.
     with ThreadPoolExecutor(1) as thread:
-        fault = thread.submit(fault_on, device).result()
+        fault = thread.submit(fault_on, device, head_dim).result()
     if fault:
-        print(
-            f"Triton's kernels cannot be trusted on {device}, so attention uses sdpa "
-            f"and the loss PyTorch's operators: {fault}",
-            file=sys.stderr,
-        )
+        instead = "attention uses sdpa" if head_dim else "the loss uses PyTorch's operators"
+        print(f"{instead}, since Triton's kernel fails on {device}: {fault}", file=sys.stderr)
     return not fault
 
 
-def fault_on(device: torch.device) -> str:
-    """What is wrong with the kernels on this device, "" if nothing is."""
+def fault_on(device: torch.device, head_dim: int) -> str:
+    """What is wrong with a kernel on this device, "" if nothing is."""
     from gpu_kernels import cross_entropy, flash_attention  # they need Triton
 
     gpus = [device] if device.type == "cuda" else []
-    for gpu in gpus:
-        torch.cuda.set_device(gpu)  # in this thread
-    errors = {}
     try:
+        if device.index is not None and gpus:
+            torch.cuda.set_device(device)  # in this thread
         with torch.random.fork_rng(gpus):  # the caller's random numbers stay as they are
-            errors["attention"] = flash_attention.compare(
-                device, torch.bfloat16, n_queries=TOKENS, n_keys=TOKENS
-            )
-            errors["loss"] = cross_entropy.compare(device, torch.bfloat16)
+            if head_dim:
+                size = {"n_queries": TOKENS, "n_keys": TOKENS, "D": head_dim}
+                errors = flash_attention.compare(device, torch.bfloat16, **size)
+            else:
+                errors = cross_entropy.compare(device, torch.bfloat16)
     except Exception as error:  # compilers and drivers report with many types
         return one_line(error) or type(error).__name__
-    for name, found in errors.items():
-        if not all(error < LIMIT for error in found):  # NaN is not below it, either
-            return f"{name} has errors of {max(found):.1e}"
-    return ""
+    is_close = all(error < LIMIT for error in errors)  # NaN is not
+    return "" if is_close else f"errors of {', '.join(f'{error:.1e}' for error in errors)}"

@@ -205,6 +205,7 @@ class Mirror:
         self.closing = threading.Event()
         self.is_down = False  # and the run has said so
         self.record_lock = threading.Lock()
+        self.withdraw_lock = threading.Lock()
         self.record_copied = {}  # file -> its size and time when it was copied
 
     def take_lease(self) -> None:
@@ -376,13 +377,24 @@ class Mirror:
     def watch(self, checkpointer, first_step: int) -> None:
         """From now on copy what this checkpointer saves. first_step: where the run began."""
         self.checkpointer, self.first_step = checkpointer, first_step
+        if self.lease:
+            threading.Thread(target=self.keep_withdrawing, daemon=True).start()
+
+    def keep_withdrawing(self) -> None:
+        """In a thread: `withdraw_newer`, across the failures of the store."""
+        while self.first_step is not None and not self.closing.is_set():
+            with self.said_once():
+                self.withdraw_newer()
+                return
+            self.closing.wait(PAUSE)
 
     def withdraw_newer(self) -> None:
         """Unpublish the checkpoints after the step at which this run began, once."""
-        if self.first_step is not None:
-            self.require_lease()
-            remote_checkpoints.withdraw_newer(self.store, self.first_step)
-            self.first_step = None
+        with self.withdraw_lock:
+            if self.first_step is not None:
+                self.require_lease()
+                remote_checkpoints.withdraw_newer(self.store, self.first_step)
+                self.first_step = None
 
     def require_lease(self) -> None:
         """Ask the store who owns it. UserError if that is another run."""

@@ -362,7 +362,8 @@ class Feeder:
     def connect(self) -> None:
         record, fix = Record(), "delete it, and a new curve begins"
         if self.path.exists():
-            record = Record(**files.read_json(self.path, fix=fix))
+            found = files.read_json(self.path, fix=fix)
+            record = Record(**{name: found[name] for name in vars(record)})
         self.record = record
         settings = files.read_json(self.run / "config.json")
         try:

@@ -57,6 +57,7 @@ class Run:
 
     def predicted(self, fleet: Fleet, c: Constants) -> float:
         """Tokens/s of all ranks as predicted, on nodes as recorded, else as `fleet` has them."""
+        require("--help" not in self.flags.split(), "a row with the setting help")
         m, cfg = config.load(self.flags.split(), MPTConfig, TrainConfig)
         node_size = math.ceil(self.ranks / self.nodes) if self.nodes else fleet.node_size
         fleet = replace(fleet, devices=self.ranks, node_size=node_size)
@@ -186,6 +187,8 @@ def from_machine(measured: dict, args: FleetArgs) -> tuple[Fleet, Constants]:
         group: max(collectives["all_gather"].values()) / c.link
         for group, collectives in measured["collectives_gbs"].items()
     }
+    figures = [measured["memory_gbs"], *link_gbs.values()]
+    require(all(0 < gbs < math.inf for gbs in figures), "a bandwidth is 0 GB/s or less")
     args = replace(args, bandwidth=args.bandwidth or measured["memory_gbs"])
     if nodes > 1:
         args = replace(args, node_size=args.node_size or math.ceil(ranks / nodes))

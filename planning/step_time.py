@@ -109,6 +109,7 @@ class StepTime:
         stage: int | None = None,
     ):
         fleet.check_split(cfg.tp, cfg.pp)
+        cfg = with_shard_size(cfg, fleet)
         self.shard_ranks, rows = memory.layout(m, cfg, fleet.devices)
         self.m = m
         self.cfg = cfg
@@ -431,6 +432,14 @@ def attention_share(device: Device, c: Constants) -> float:
     generation = device.arch.split(".")[0]  # of CUDA's compute capability
     known = {"8": c.attention_a100, "9": c.attention_h100}
     return known.get(generation, c.attention)
+
+
+def with_shard_size(cfg: TrainConfig, fleet: Fleet) -> TrainConfig:
+    """The settings with the size of HYBRID_SHARD's groups, which are a node's unless it is set."""
+    if cfg.sharding_mode.over != "group" or cfg.shard_size:
+        return cfg
+    of_node = max(1, fleet.node_size // cfg.tp)
+    return replace(cfg, shard_size=min(of_node, fleet.devices // (cfg.tp * cfg.pp)))
 
 
 def tokens_per_second(

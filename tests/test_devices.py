@@ -352,9 +352,9 @@ def test_bf16_on_a_gpu_that_only_emulates_it(gpu, monkeypatch, arch, has_bf16):
     assert devices.computes_in_bf16(CUDA) == has_bf16
     precision, reason = devices.choose_precision(TrainConfig(precision="auto"), CUDA)
     assert precision == ("bf16" if has_bf16 else "fp32")
-    assert has_bf16 or reason == "as far as PyTorch knows, this device only emulates bf16"
+    assert has_bf16 or reason == "bf16 is not known to be fast on this device"
 
-    doubt = ", though this device only emulates bf16, as far as PyTorch knows"
+    doubt = ", though bf16 is not known to be fast on this device"
     hint = "" if has_bf16 else f"{doubt}: consider --precision=fp32"
     chosen = devices.choose_precision(TrainConfig(precision="bf16"), CUDA)
     kept = devices.choose_precision(TrainConfig(precision="auto"), CUDA, saved="bf16")

@@ -283,6 +283,9 @@ def decompressed(shard: IndexedShard, content: bytes):
     codec = CODECS[shard.about["compression"].partition(":")[0]]
     try:
         if codec == "snappy":
+            # pyarrow believes `size`, and leaves the rest as it was.
+            found = snappy_size(content)
+            shard.require(found == size, f"{found:,} bytes instead of {size:,}")
             return pyarrow.Codec(codec).decompress(content, decompressed_size=size, asbytes=True)
         result = bytearray()
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), codec) as stream:
@@ -291,6 +294,19 @@ def decompressed(shard: IndexedShard, content: bytes):
         return result
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{shard.path} is damaged ({program.one_line(error)})") from error
+
+
+def snappy_size(content: bytes) -> int:
+    """The size before compression, with which Snappy's format begins.
+
+    Each byte has 7 bits of it, the low ones first; the last byte is below 128.
+    """
+    size = 0
+    for place, byte in enumerate(content[:5]):
+        size |= (byte & 127) << (7 * place)
+        if byte < 128:
+            break
+    return size
 
 
 def texts(shard: IndexedShard):

@@ -150,6 +150,8 @@ class Runs:
         columns = self.columns.get(folder)
         if columns and not line["problem"]:
             line["problem"] = columns.problem
+        if printable != name:
+            line |= {"state": "damaged", "problem": "its folder has no printable name: rename it"}
         return line
 
     def folder(self, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 
 import pytest
 import torch
@@ -28,24 +29,24 @@ def planted(fault: str):
 
     module, name, replacement = {
         "none": (first_use, "LIMIT", first_use.LIMIT),
-        "attention": (flash_attention, "flash_attention", steeper),
-        "loss": (cross_entropy, "cross_entropy_gradient_", not_finite),
-        "division by zero": (flash_attention, "flash_attention", lambda *_, **__: 1 / 0),
+        "steeper": (flash_attention, "flash_attention", steeper),
+        "not finite": (cross_entropy, "cross_entropy_gradient_", not_finite),
+        "fails": (flash_attention, "flash_attention", lambda *_, **__: 1 / 0),
     }[fault]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_use, "TOKENS", 70)
         patch.setattr(module, name, replacement)
-        first_use.are_right.cache_clear()
+        first_use.is_right.cache_clear()
         yield
-    first_use.are_right.cache_clear()
+    first_use.is_right.cache_clear()
 
 
-def answers(world, fault):
+def answers(world, fault, head_dim):
     """(two answers, stderr, a random number after them), asked where a model asks."""
     said, found = io.StringIO(), []
 
     def layer(x):
-        found.append(first_use.suits(CPU))
+        found.append(first_use.suits(CPU, head_dim))
         return x.sin().exp()
 
     with planted(fault), contextlib.redirect_stderr(said):
@@ -57,12 +58,24 @@ def answers(world, fault):
     return found, said.getvalue(), number
 
 
-@pytest.mark.parametrize("fault", ["none", "attention", "loss", "division by zero"])
-def test_a_kernel_with_a_fault_is_not_used(interpreted, fault):
+@pytest.mark.parametrize(
+    "fault, head_dim, words",
+    [
+        ("none", 0, ""),
+        ("none", 40, ""),
+        ("none", 128, ""),
+        ("steeper", 64, "attention uses sdpa"),
+        ("steeper", 0, ""),
+        ("not finite", 0, "the loss uses PyTorch's operators.* nan"),
+        ("not finite", 64, ""),
+        ("fails", 128, "attention uses sdpa.* division by zero"),
+    ],
+)
+def test_a_kernel_with_a_fault_is_not_used(interpreted, fault, head_dim, words):
     """One line says so. The caller's autocast, recomputation and random numbers do no harm."""
-    found, said, number = interpreted(answers, fault)[0]
-    assert found == [fault == "none"] * 2  # forward, and again in the backward
-    assert said.count("\n") == (fault != "none") and (fault in said or fault == "none")
+    found, said, number = interpreted(answers, fault, head_dim)[0]
+    assert found == [not words] * 2  # forward, and again in the backward
+    assert said.count("\n") == bool(words) and re.match(words, said)
     assert number == torch.rand((), generator=torch.Generator().manual_seed(5))
 
 
@@ -73,7 +86,7 @@ def compiled(world):
         function = torch.compile(
             lambda x: x if first_use.suits(CPU) else -x, backend="eager", fullgraph=True
         )
-        return function(torch.ones(())).item(), first_use.are_right.cache_info().misses
+        return function(torch.ones(())).item(), first_use.is_right.cache_info().misses
 
 
 def test_a_compiler_traces_none_of_it(interpreted):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ SETTINGS = [
     "--ranks=8 --microbatch_size=4 --expansion_ratio=2 --kv_n_heads=2 --sharding=ZERO1",
     "--ranks=8 --microbatch_size=8 --max_seq_len=1024 --activation_checkpointing=full",
     "--ranks=4 --microbatch_size=2 --max_seq_len=4096 --global_batch_size=64",
-    "--ranks=16 --microbatch_size=2 --global_batch_size=32 --sharding=ZERO1",
+    "--ranks=16 --microbatch_size=2 --global_batch_size=32 --sharding=HYBRID_SHARD",
 ]
 
 
@@ -200,6 +201,11 @@ WRONG = {
     "matmuls above the peak": machine(matmul_tflops={"bf16": {"8192": 400}}),
     "a machine with other devices": machine(device="NVIDIA H100 80GB HBM3"),
     "a run without figures": saved(runs=[{}]),
+    "a run that asks for help": saved(
+        runs=[{"flags": "--help", "ranks": 8, "nodes": 1, "tokens_per_second": 9e4}]
+    ),
+    "a negative bandwidth": machine(memory_gbs=-1.0),
+    "no number": machine(memory_gbs=math.nan),
     "a table of attention": {"cells": [{}], "device": "MI250"},
 }
 

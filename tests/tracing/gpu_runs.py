@@ -98,7 +98,7 @@ def pretended(setting: Setting) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of torch, about what a GPU would do
             stack.enter_context(mock.patch.multiple(parallel, **real))
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", fused))
-            stack.enter_context(mock.patch.object(first_use, "are_right", lambda gpu: True))
+            stack.enter_context(mock.patch.object(first_use, "is_right", lambda *_: True))
             stack.enter_context(real_offsets())
             # It would allocate on the GPU, so that autograd finds it awake.
             stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))

@@ -378,6 +378,7 @@ def test_hostile_names_are_text(tmp_path):
     assert set(HOSTILE) < set(lines)
     broken = set(lines) - set(HOSTILE)
     assert broken == {"\ufffd\ufffd", "a\ufffdb"}
+    assert all("rename it" in lines[name]["problem"] for name in broken)
     for name in HOSTILE:
         assert curve_of(client, quote(name))["x"] == [1]
         answer = client.get(f"/api/runs/{quote(name)}/card")
