@@ -27,7 +27,7 @@ from web.completions import Service
 from web.guard import SPARE_FILES, Guard
 from web.shapes import ApiError
 
-CLOSE_SECONDS = 5  # to send what is left after the engine has ended
+CLOSE_SECONDS = 10  # to send what is left after the engine has ended
 HEAD_SECONDS = 10  # for the head of a request
 
 
