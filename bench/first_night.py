@@ -61,7 +61,6 @@ MINIATURE = {
     "train-tiny": "--n_layers=1 --d_model=64 --n_heads=2 --max_seq_len=64 --global_batch_size=4"
     " --microbatch_size=4 --rounds=1 --steps=1",
     "generate": "1 --shapes=64x1 --turns=1",  # of one thread
-    "checkpoint": "--d_model=64",
     "machine": "--seconds=0.01",
 }
 

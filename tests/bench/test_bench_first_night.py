@@ -100,7 +100,7 @@ def test_every_command_is_one_that_can_be_typed(tmp_path, machine_facts, monkeyp
         if "-m" in words:
             parse(words[words.index("-m") + 1 :])
         else:
-            assert words[1] == "checkpoint.py"
+            assert words[1:] == ["checkpoint.py"]
     assert len({stage.name for stage in stages}) == len(stages)
 
 
