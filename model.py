@@ -305,6 +305,8 @@ class MPT(nn.Module):
     def loss(self, x, labels, z_loss):
         """The sum of the losses of labels (B, T), from hidden states (B, T, d_model).
 
+        It is F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") plus the
+        z-loss, without all logits in memory; loss.py begins with the formula.
         Another loss has to be a sum over counted tokens, too: train_step divides by their number.
         """
         return linear_cross_entropy(x, self.output_weight, labels, self.logit_scale, z_loss)
