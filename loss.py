@@ -55,8 +55,9 @@ def linear_cross_entropy(x, weight, labels, logit_scale=None, z_loss=0.0, loss_o
     """The sum of the token cross-entropies; the caller divides by the number of counted tokens.
 
     x: (..., D); weight: (V, D); labels: (...) int64, each below V or IGNORE, which does not count.
-    (Others are an IndexError on a CPU; on a GPU the loss is NaN.) Returns an fp32
-    scalar (fp64 for fp64 inputs). Under autocast, matmuls run in its dtype. Differentiable once.
+    (Others are an IndexError on a CPU; on a GPU the loss is NaN, or the device's own check fails.)
+    Returns an fp32 scalar (fp64 for fp64 inputs). Under autocast, matmuls run in its dtype.
+    Differentiable once.
     loss_of: computes a chunk of `rows` tokens as `chunk_loss` does; None: what suits the device.
     """
     scale = 1.0 if logit_scale is None else logit_scale
@@ -162,7 +163,7 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     """
     exact = at_least_fp32(x)
     counted = (labels != IGNORE)[:, None]  # (rows, 1)
-    labels = labels.clamp(min=0)[:, None]  # (rows, 1); an ignored label must still be an index
+    labels = torch.where(counted, labels[:, None], 0)  # (rows, 1); an index where none counts, too
 
     logits = (x @ weight.T).to(exact)  # (rows, V)
     if scale != 1:

@@ -241,3 +241,11 @@ def test_on_a_gpu_scoring_never_waits_for_the_device(chunk, monkeypatch):
         on_a_gpu = [tensor.to("meta") for tensor in arguments[:3]]
         assert score_labels(*on_a_gpu)[0].device.type == "meta"
     assert (log_probs.shape, greedy.shape) == ((N,), (N,))
+
+
+@pytest.mark.parametrize("label", [-1, 97])
+def test_a_label_that_is_no_token_is_an_error(label):
+    """-1 too, which other programs ignore: it must not be learned as a token."""
+    x, weight = torch.ones(2, 8), torch.ones(97, 8)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        linear_cross_entropy(x, weight, torch.tensor([3, label]))
