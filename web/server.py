@@ -11,6 +11,7 @@ ever for a request's head: a client that never sends one is cut off here.
 """
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -136,6 +137,7 @@ class Server(uvicorn.Server):
             os._exit(1)  # the engine's thread may be inside PyTorch: an ordinary end would abort
         self.service.is_draining = True
         seconds = self.drain_seconds if self.n_signals == 1 else 0
-        print(f"draining for up to {seconds:g} s", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # not print: the signal may have interrupted one
+            os.write(2, f"draining for up to {seconds:g} s\n".encode())
         drain = partial(self.service.drain, seconds)
         threading.Thread(target=drain, daemon=True).start()

@@ -186,7 +186,8 @@ def test_whoever_stays_is_answered_and_nothing_is_held_for_the_others(
         before = inside.held()
         n_before = inside.service.thread.statistics()["new_tokens"]
         n_left, n_stayed = asyncio.run(crowd(inside.port, random.Random(seed), n_clients))
-        wait_for(lambda: inside.held() == before)
+        # Other tests' pools, which end when idle, may close files of this process meanwhile.
+        wait_for(lambda: all(n <= before[kind] for kind, n in inside.held().items()))
         n_new = inside.service.thread.statistics()["new_tokens"] - n_before
         assert n_stayed // 2 < n_new < n_stayed + n_left // 2
         assert before["texts"] == before["rows"] == before["slots"] == before["requests"] == 0
