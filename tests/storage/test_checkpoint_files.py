@@ -334,7 +334,7 @@ def test_metadata_that_makes_no_sense_is_refused(run, name):
 PICKLES = {  # test_fuzz.py has random ones
     "a class of ours": pickle.dumps(UserError("x")),
     "a dotted name": b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.",
-    "another name of a known module": pickle.dumps(torch.serialization.load),
+    "a known module": b"\x80\x04\x8c\x05torch\x8c\x04load\x93.",
     "protocol 0": b"cos\nsystem\n(S'true'\ntR.",
     "an instance": b"(S'true'\nios\nsystem\n.",
     "a frame without end": b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
@@ -347,6 +347,12 @@ PICKLES = {  # test_fuzz.py has random ones
 def test_a_pickle_of_another_kind_is_refused(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(PICKLES[name])
     assert ".metadata cannot be trusted" in refusal(read_metadata, tmp_path)
+
+
+def test_of_a_known_module_only_known_names_can_be_had(tmp_path):
+    """torch.serialization.load could read any file."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.serialization.load))
+    assert "refers to 'torch.serialization.load'" in refusal(read_metadata, tmp_path)
 
 
 # How versions of Python pickle a member of an enum, such as the memory format of each tensor.
@@ -416,6 +422,8 @@ ATTRIBUTES = {  # -> the reason why they are refused, "" if they are not
     "of a function": (Got(os.system, "__call__"), "refers to 'posix.system'"),
     "of itself": (Got(getattr, "__call__"), "KeyError"),
     "a dunder": (Got(FORMAT, "__class__"), "KeyError"),
+    "a private one": (Got(FORMAT, "_member_map_"), "KeyError"),
+    "dotted": (Got(FORMAT, f"{MEMBER}.name"), "KeyError"),
     "with a default": (Got(FORMAT, "none", MEMBER), "TypeError"),
 }
 
