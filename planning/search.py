@@ -151,20 +151,15 @@ def sequence_choices(q: Question, tp: int) -> list[bool]:
     return [False, True] if q.asked.is_open else [False]
 
 
-def shardings(q: Question, tp: int, pp: int) -> list[tuple[Sharding, int]]:
-    """(sharding, shard_size) to try. On one node a group would be FULL_SHARD."""
+def shardings(q: Question, tp: int, pp: int) -> list[Sharding]:
+    """The shardings to try. On one node a group would be FULL_SHARD."""
+    if q.asked.sharding != "auto":
+        return [q.asked.sharding]
     dp = q.fleet.devices // (tp * pp)
-    of_node = max(1, q.fleet.node_size // tp)  # data-parallel ranks
-    names = [q.asked.sharding]
-    if q.asked.sharding == "auto":
-        names = [TrainConfig.sharding] if dp == 1 else list(SHARDING_MODES)
-    found = []
-    for name in names:
-        in_groups = SHARDING_MODES[name].over == "group"
-        if not in_groups or dp > of_node or q.asked.sharding != "auto":
-            size = q.cfg.shard_size or min(of_node, dp)
-            found.append((name, size if in_groups else 0))
-    return found
+    if dp == 1:
+        return [TrainConfig.sharding]
+    has_groups = dp > max(1, q.fleet.node_size // tp)
+    return [name for name, mode in SHARDING_MODES.items() if has_groups or mode.over != "group"]
 
 
 def recomputations(q: Question, pp: int) -> list[tuple[Checkpointing, int]]:
@@ -188,9 +183,10 @@ def splits_of(q: Question) -> list[TrainConfig]:
     found, problems = [], []
     for tp, pp in model_splits(q):
         choices = itertools.product(shardings(q, tp, pp), sequence_choices(q, tp))
-        for (sharding, shard_size), sequence_parallel in choices:
-            split = {"tp": tp, "pp": pp, "sharding": sharding, "shard_size": shard_size}
+        for sharding, sequence_parallel in choices:
+            split = {"tp": tp, "pp": pp, "sharding": sharding}
             cfg = replace(q.cfg, **split, sequence_parallel=sequence_parallel)
+            cfg = step_time.with_shard_size(cfg, q.fleet)
             try:
                 q.fleet.check_split(tp, pp)
                 memory.layout(q.m, cfg, q.fleet.devices)

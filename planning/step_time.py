@@ -435,11 +435,12 @@ def attention_share(device: Device, c: Constants) -> float:
 
 
 def with_shard_size(cfg: TrainConfig, fleet: Fleet) -> TrainConfig:
-    """The settings with the size of HYBRID_SHARD's groups, which are a node's unless it is set."""
-    if cfg.sharding_mode.over != "group" or cfg.shard_size:
-        return cfg
-    of_node = max(1, fleet.node_size // cfg.tp)
-    return replace(cfg, shard_size=min(of_node, fleet.devices // (cfg.tp * cfg.pp)))
+    """The settings with the ranks of a group: with HYBRID_SHARD a node's unless set, else 0."""
+    size = 0
+    if cfg.sharding_mode.over == "group":
+        of_node = max(1, fleet.node_size // cfg.tp)
+        size = cfg.shard_size or min(of_node, fleet.devices // (cfg.tp * cfg.pp))
+    return cfg if size == cfg.shard_size else replace(cfg, shard_size=size)
 
 
 def tokens_per_second(
