@@ -21,7 +21,7 @@ TOKENS = 300  # several blocks of queries and of keys
 
 @torch.compiler.assume_constant_result  # torch.compile calls it, and does not trace it
 def suits(device: torch.device, head_dim: int = 0) -> bool:
-    """Whether a kernel is fast and right on this device: attention's, or with head_dim 0 the loss.
+    """Is Triton's kernel fast and right on this device? The loss's; with a head_dim, attention's.
 
     If not, one line on stderr says so, once per process.
     """

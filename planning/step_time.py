@@ -435,7 +435,7 @@ def attention_share(device: Device, c: Constants) -> float:
 
 
 def with_shard_size(cfg: TrainConfig, fleet: Fleet) -> TrainConfig:
-    """The settings with the ranks of a group: with HYBRID_SHARD a node's unless set, else 0."""
+    """cfg with its shard_size filled in: of HYBRID_SHARD a node's ranks unless set, else 0."""
     size = 0
     if cfg.sharding_mode.over == "group":
         of_node = max(1, fleet.node_size // cfg.tp)
