@@ -23,7 +23,7 @@ from pathlib import Path
 from program import require
 
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
-NAMES = "train compare machine attention generate serve beside first_night".split()
+NAMES = "train compare machine attention generate serve beside".split()
 # These are started and ended by processes.run, all others by program.run.
 OF_MANY_RANKS = ("train", "machine", "attention")
 
@@ -35,6 +35,7 @@ def main(argv: list[str]) -> None:
     list_hint = "python -m bench --help lists the names"
     require(argv, f"usage: python -m bench NAME [config] [--key=value] ({list_hint})")
     name, *arguments = argv
+    require(name != "first_night", "first_night is a script now: bash slurm/first_night.sh")
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else list_hint
     require(name in NAMES, f"no benchmark {program.shown(name)}, {hint}")

@@ -10,7 +10,14 @@ from conftest import ROOT, rooms_on_path
 from bench.__main__ import NAMES, OF_MANY_RANKS
 
 
-@pytest.mark.parametrize("words, answer", [((), "usage: "), (("trian",), "did you mean train?")])
+@pytest.mark.parametrize(
+    "words, answer",
+    [
+        ((), "usage: "),
+        (("trian",), "did you mean train?"),
+        (("first_night",), "slurm/first_night.sh"),
+    ],
+)
 def test_no_such_benchmark_is_one_line(python, words, answer):
     done = python(*words, program="bench")
     assert done.returncode == 2 and answer in done.stderr and done.stderr.count("\n") == 1
