@@ -17,8 +17,8 @@ They are those of the formula, rounded once more to the dtypes of x and W. No ma
     kernel_chunk_loss   GPUs with Triton: a kernel turns the logits into their gradient, 2 bytes a
                         logit (gpu_kernels/cross_entropy.py)
 
-The second has not run on a GPU yet: it was checked in Triton's interpreter and on tensors without
-data, and each process compares it with the formulas before it uses it (gpu_kernels/first_use.py).
+The second has run on an H200 (bench/results/h200.md) and in Triton's interpreter, and each process
+compares it with the formulas before it uses it (gpu_kernels/first_use.py).
 
 The z-loss keeps log_z near 0, where bf16 logits are precise (PaLM, arXiv 2204.02311, section 5).
 

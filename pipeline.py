@@ -32,7 +32,7 @@ both; its two gradients are added up (`sum_tied_gradients`). Parameters keep the
 have in the whole model, so checkpoints do not depend on the stages.
 
 Not here: several stages on a rank (interleaved 1F1B), for a smaller bubble and more messages;
-compiled blocks; a transfer while the same stage computes. Not yet run on a GPU.
+compiled blocks; a transfer while the same stage computes. Not yet run on GPUs.
 
     python pipeline.py --stages=4 --microbatches=8    the picture; the bubble, computed and measured
 """

@@ -32,7 +32,7 @@ checkpoints, the gradient norm and the weights of other projects all follow it.
 
 Not here: the loss kernel of gpu_kernels/, which turns logits into their gradient at once, while
 here the ranks must first add up each row's sum of exponentials; compiled blocks, which the
-collectives would break apart; communication that overlaps with computation. Not yet run on a GPU.
+collectives would break apart; communication that overlaps with computation. Not yet run on GPUs.
 
 Megatron-LM: arXiv 1909.08053 (tensor), 2205.05198 (sequence parallelism).
 

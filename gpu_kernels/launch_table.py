@@ -17,8 +17,8 @@ A kernel that runs out of registers spills them to memory in its inner loop, whi
 below spill nothing, or the few bytes that tests/gpu_kernels/test_launch_table.py allows: the test
 compiles each row for its chip and reads the binary. The rows are the largest blocks that passed it.
 A few architectures take another one's rows (`SAME_ROWS`), compiled for each of them just the same.
-None has been timed on a GPU yet: `python -m gpu_kernels.flash_attention --tune` does that, and
-prints rows for this table.
+Only sm_90's have been timed, on one H200 (bench/results/h200.md):
+`python -m gpu_kernels.flash_attention --tune` does that, and prints rows for this table.
 
 Run `python -m gpu_kernels.launch_table` to print the table.
 """

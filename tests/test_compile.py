@@ -2,7 +2,7 @@
 
 One graph a direction (forward, backward) serves all layers, microbatches and steps; evaluation adds
 none. What is compiled here runs as PyTorch traced it, without code generation, which takes minutes
-on a CPU. Not run on a GPU.
+on a CPU. bench/results/h200.md has an H200's speed with it.
 """
 
 import contextlib
