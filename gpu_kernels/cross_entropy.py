@@ -21,8 +21,8 @@ bit for bit. The caller multiplies the gradient by `scale`, which d s / d x lack
 
     python -m gpu_kernels.cross_entropy     compare with float64; on a GPU also the speed
 
-Without a GPU the comparison runs in Triton's interpreter. Of GPUs, an H200 has run it. loss.py decides
-when these kernels run.
+Without a GPU the comparison runs in Triton's interpreter. An H200 has run it. loss.py decides when
+these kernels run.
 
 Milakov and Gimelshein, Online normalizer calculation for softmax (2018), algorithm 3; the z-loss:
 PaLM (2022), section 5.
