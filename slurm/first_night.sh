@@ -21,7 +21,6 @@ echo "$gpus" > "$OUT/gpus"
 echo "${gpus:-no GPU (if there is one: INSTALL.md)}"
 [[ $gpus ]] || STAGES=${STAGES:-loss resume}
 [[ $gpus ]] || SMALL="--d_model=64 --n_heads=2 --n_layers=1 --vocab_size=257 --tokenizer=bytes"
-
 resume() { # the demo undisturbed, and killed with -9 and resumed: figures equal bit by bit?
     set -e
     run() { exec python fsdp_train.py configs/demo.py $SMALL --max_steps=160 --save_interval=40 \
@@ -64,7 +63,8 @@ while read -r name command <&3; do
     [[ " ${STAGES:-$name} " == *" $name "* ]] || continue
     [[ -f $OUT/$name.done ]] && echo "$name: done before" && continue
     echo "$name: $command"
-    timeout -k 40 "${LIMIT:-540}" bash -c "$command" &>> "$OUT/$name.log" < /dev/null 9>&- &
+    timeout -k 40 "${LIMIT:-540}" bash -c "trap 'wait; exit 1' TERM; $command" \
+        &>> "$OUT/$name.log" < /dev/null 9>&- &
     wait $! && touch "$OUT/$name.done" || failed+=("$name, status $?: $(tail -n1 "$OUT/$name.log")")
 done 3<<< "$stages"
 ((${#failed[@]} == 0)) || { printf 'failed: %s\n' "${failed[@]}" && exit 1; }
