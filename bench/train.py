@@ -11,7 +11,7 @@
 Each setting is a row of the results. A row runs in processes of its own, so its peak memory is its
 own, and one that runs out of memory does not stop the others. With --alternate all rows take turns,
 so that other load on the machine slows all of them. The data are random tokens; figures are medians
-over the turns. `python -m bench beside train` lets other people's programs take turns with ours.
+over the turns. `python -m bench beside` lets other people's programs take turns with ours.
 
 With --out, the rows are kept in a CSV, with tables (.md) beside it. Use one CSV for each machine.
 Rows that are in the CSV already are not measured again. `python -m bench compare` shows a CSV, and
