@@ -1,23 +1,18 @@
-"""Rows of `bench train`: as tables, over numbers of ranks, and of two machines side by side.
+"""Rows of `bench train` as tables, and how they scale over numbers of ranks.
 
-    python -m bench compare mine.csv                            tables, scaling
-    python -m bench compare mine.csv theirs.csv --prices=1,4    speed, cost, energy of common models
-    sbatch --nodes=4 slurm/scaling.sbatch CONFIG                measures rows over nodes, shows them
+    python -m bench compare mine.csv                tables, scaling
+    sbatch --nodes=4 slurm/scaling.sbatch CONFIG    measures rows over nodes, shows them
 
-    efficiency of n ranks  = tokens/s of a device at n ranks / tokens/s of a device at the fewest
-    dollars per 1e9 tokens = 1e9 / tokens/s of a device / 3600 x dollars per hour of a device
+    efficiency of n ranks = tokens/s of a device at n ranks / tokens/s of a device at the fewest
 
 One table has the columns of LLM Foundry's benchmark tables, so that rows compare with the published
-throughput of MPT. Another has what those lack: turns, memory, where the time goes. Rows that differ
-only in their number of ranks, and so in the batch, show how a run scales. Of two files, the fastest
-rows of each common model are compared. Nothing is measured here.
+throughput of MPT. Another has what those lack: turns, memory. Rows that differ only in their number
+of ranks, and so in the batch, show how a run scales. Nothing is measured here.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
-import config
 import program
 from planning.fleet import PUBLISHED_MI250
 from program import require
@@ -27,9 +22,7 @@ from storage import files
 FIGURES = """
     n_params max_seq_len nodes ranks global_batch_size tokens_per_second tokens_per_second_device
 """.split()
-PARTS = "data forward backward optimizer".split()  # of a step; communication overlaps with them
-SHARES = [*PARTS, "communication", "idle"]
-MAYBE = ["tflops_device", "peak_tflops", "mfu", "hfu", "fastest", "slowest", "memory_gb", *SHARES]
+MAYBE = ["tflops_device", "peak_tflops", "mfu", "hfu", "fastest", "slowest", "memory_gb"]
 USUAL = "device precision sharding activation_checkpointing microbatch_size".split()
 OTHERS = """
     n_params d_model n_layers n_heads vocab_size threads torch shard_size recompute_every compile
@@ -61,14 +54,6 @@ To see how a run scales, repeat it with the same settings and more ranks: over n
 `sbatch --nodes=4 slurm/scaling.sbatch CONFIG`, or on one machine, for N = 1, 2, 4, ..., by
 `torchrun --nproc_per_node N -m bench train CONFIG {out}`.
 """
-
-
-@dataclass
-class CompareArgs:
-    """What one torch device of each machine costs and draws. An MI250 card is two devices."""
-
-    prices: str = ""  # dollars per hour of a device of A and of B: 2,4
-    watts: str = ""  # of a device of A and of B with its share of the node: 375,1275
 
 
 # --- Reading rows
@@ -173,14 +158,13 @@ def our_cells(name: str, row: dict, base: float) -> dict:
     """What LLM Foundry's tables have no column for. base: tokens/s of the first row."""
     rate = row["tokens_per_second"]
     turns = [shown(row["fastest"], ",.0f"), shown(row["slowest"], ",.0f")]
-    cells = {
+    return {
         "row": name,
         "tokens/s": f"{rate:,.0f}",
         "fastest / slowest turn": " / ".join(turns),
         "first row = 1": f"{rate / base:.2f}",
         "peak GB": shown(row["memory_gb"], ".2f"),
     }
-    return cells | {part: shown(row[part], ".0%") for part in SHARES}
 
 
 def names_of(rows: list[dict]) -> list[str]:
@@ -274,104 +258,17 @@ def scaling_table(members: list[dict]) -> str:
     return program.table(heads, lines)
 
 
-def show_one(path: Path) -> None:
+def main(argv: list[str]) -> None:
     """Print all rows of a file and how they scale."""
-    rows = read(path)
-    groups = scalings(measured(rows, str(path)))
-    print(tables(rows, str(path)), "", sep="\n")
+    (name,) = program.arguments(argv, "RESULTS.csv")
+    rows = read(name)
+    groups = scalings(measured(rows, name))
+    print(tables(rows, name), "", sep="\n")
     for title, members in groups.items():
         print(title, "", scaling_table(members), "", sep="\n")
     if not groups:
-        print(MORE_SIZES_TEXT.format(out=program.shell(f"--out={path}")))
+        print(MORE_SIZES_TEXT.format(out=program.shell(f"--out={name}")))
     print(PUBLISHED_TEXT)
-
-
-# --- Two machines
-
-
-def fastest(rows: list[dict]) -> dict[tuple, dict]:
-    """{(parameters, tokens of a sequence, model): the row with the most tokens/s a device}."""
-    best = {}
-    for row in sorted(rows, key=lambda row: row["tokens_per_second_device"]):
-        best[row["n_params"], row["max_seq_len"], row["model"]] = row
-    return best
-
-
-def two_numbers(name: str, text: str) -> list:
-    """The values of `--prices=2,4`; [None, None] if the setting is empty."""
-    if not text:
-        return [None, None]
-    values = [number_of(part) for part in text.split(",")]
-    example = f"one for each file, such as --{name}=2,4"
-    valid = len(values) == 2 and all(values)
-    require(valid, f"--{name} wants two numbers above 0, {example}, not {text!r}")
-    return values
-
-
-def machine_cells(row: dict, price: float | None, watts: float | None) -> dict[str, str]:
-    """One machine with one model. price: dollars per hour of a device. watts: of a device."""
-    mfu = f"{row['mfu']:.1%} ({row.get('convention')})" if row["mfu"] else "n/a"
-    hours = 1e9 / row["tokens_per_second_device"] / 3600  # of one device, for 1e9 tokens
-    return {
-        "device": row["device"] or "without a name",
-        "ranks": str(row["ranks"]),
-        "settings": settings_of(row),
-        "tokens/s a device": f"{row['tokens_per_second_device']:,.0f}",
-        "TFLOP/s a device": shown(row["tflops_device"], ".4g"),
-        "MFU (convention)": mfu,
-        "dollars per 1e9 tokens": shown(price and hours * price, ",.2f"),
-        "kWh per 1e9 tokens": shown(watts and hours * watts / 1000, ",.2f"),
-    }
-
-
-def verdict(paths: list[str], rows: list[dict], prices: list) -> str:
-    """Which machine is faster with one model; with prices, also which is cheaper.
-
-    The break-even is the price of B at which both cost the same.
-    """
-    a, b = paths
-    ratio = rows[1]["tokens_per_second_device"] / rows[0]["tokens_per_second_device"]
-    speed = f"A device of {b} does {ratio:.3g} times the tokens/s of one of {a}"
-    price_a, price_b = prices
-    if price_a is None:
-        return f"{speed}."
-
-    break_even = price_a * ratio
-    cheaper = b if price_b < break_even else a
-    saving = 1 - min(break_even, price_b) / max(break_even, price_b)
-    return (
-        f"{speed}; {cheaper} is cheaper by {saving:.1%}. Break-even: with {a} at ${price_a:g} an "
-        f"hour, both cost the same when {b} is at ${break_even:.4g}."
-    )
-
-
-def show_two(paths: list[str], args: CompareArgs) -> None:
-    """Print a table and a verdict for each model that both files have."""
-    prices = two_numbers("prices", args.prices)
-    watts = two_numbers("watts", args.watts)
-    a, b = (fastest(measured(read(path), path)) for path in paths)
-    common = sorted(a.keys() & b.keys())
-    models = [", ".join(sorted(model for _, _, model in rows)) for rows in (a, b)]
-    has = f"{paths[0]} has {models[0]}; {paths[1]} has {models[1]}"
-    require(common, f"no model and sequence length in common: {has}")
-
-    for key in common:
-        rows = [a[key], b[key]]
-        cells_a, cells_b = map(machine_cells, rows, prices, watts)
-        lines = [[name, cells_a[name], cells_b[name]] for name in cells_a]
-        print(program.table([model_of(rows[0]), *paths], lines))
-        print("", verdict(paths, rows, prices), "", sep="\n")
-    print("--prices=a,b: dollars per hour of one torch device (an MI250 card is two).")
-    print("--watts=a,b: of one torch device with its share of the node.")
-
-
-def main(argv: list[str]) -> None:
-    """Show the rows of one file, or compare the machines of two."""
-    paths, args = config.load(argv, CompareArgs, takes="RESULTS.csv [OTHER.csv]")
-    if len(paths) == 1:
-        show_one(Path(paths[0]))
-    else:
-        show_two(paths, args)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ It reads prompts of 32 tokens and writes 32 more, with a cache; figures are medi
 turns. fp32 and bf16 are the dtype of the weights; the cache is fp32 on a CPU. The limit is the time
 in which a GPU reads weights and cache once, at the bandwidth of its datasheet
 (planning/decode_time.py): a token takes at least as long. n/a if devices.py does not know the GPU.
-
-`python -m bench beside generate` takes turns with transformers' `generate`.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""The training step: tokens/s, MFU, memory and where the time goes, at any settings.
+"""The training step: tokens/s, MFU and memory at any settings.
 
     python -m bench train                          a small model
     python -m bench train --sizes=125m,350m,760m,1b --grad_accum=2 --out=mine.csv
@@ -11,32 +11,28 @@
 Each setting is a row of the results. A row runs in processes of its own, so its peak memory is its
 own, and one that runs out of memory does not stop the others. With --alternate all rows take turns,
 so that other load on the machine slows all of them. The data are random tokens; figures are medians
-over the turns. `python -m bench beside train` lets other people's programs take turns with ours.
+over the turns. `python -m bench beside` lets other people's programs take turns with ours.
 
 With --out, the rows are kept in a CSV, with tables (.md) beside it. Use one CSV for each machine.
-Rows that are in the CSV already are not measured again. `python -m bench compare` shows a CSV, and
-compares two.
+A row whose command is in the CSV already is not measured again. `python -m bench compare` shows a
+CSV.
 
 Under torchrun all rows share their processes. So on a CPU only the first row's peak memory is its
 own, and a row that runs out of memory ends the program. With --max-restarts, torchrun starts it
 again, and it continues with the next row.
 
-A profile of two more steps says where the time goes. GPU work counts for the part of the step that
-launched it; while nothing runs, the GPU is idle. Communication overlaps with computation, so the
-shares may add up to more than 1.
+--profile=trace keeps a trace of two more steps, trace-1.json of the first row. https://ui.perfetto.dev
+shows where the time of data, forward, backward and optimizer goes, kernel by kernel.
 """
 
 import csv
 import datetime
 import gc
 import itertools
-import json
 import math
 import os
-import re
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +50,6 @@ import parallel
 import processes
 import program
 from bench import compare
-from bench.compare import PARTS, SHARES
 from config import MPTConfig, TrainConfig
 from lifecycle import compiling, runlog
 from planning import matmuls
@@ -72,12 +67,10 @@ MODEL_SETTINGS = "d_model n_layers n_heads max_seq_len vocab_size attn_impl".spl
 RUN_SETTINGS = """
     precision sharding shard_size activation_checkpointing recompute_every compile microbatch_size
 """.split()
-SPEEDS = """
+FIGURES = """
     tokens_per_second fastest slowest tokens_per_second_device tflops_device peak_tflops
     mfu hfu convention memory_gb
 """.split()
-FIGURES = [*SPEEDS, *SHARES]
-GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a Chrome trace
 
 
 @dataclass
@@ -142,23 +135,16 @@ class Step:
         loss.item()  # waits for the device
         return time.perf_counter() - begin
 
-    def profile_steps(self, steps: int, trace: str) -> dict[str, float | None]:
-        """Shares of the time of this many steps, see `time_split`.
-
-        trace: rank 0 keeps the profile in this file; empty: it is not kept.
-        """
+    def profile_steps(self, steps: int, trace: str) -> None:
+        """Write the Chrome trace of this many steps to a file, on rank 0."""
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as profiler:
             self.turn(steps)
-
-        with tempfile.TemporaryDirectory() as folder:
-            keep = trace and self.world.global_rank == 0
-            path = Path(trace) if keep else Path(folder, "trace.json")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
-            return time_split(json.loads(path.read_text())["traceEvents"])
+        if self.world.global_rank == 0:
+            Path(trace).parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(trace)
 
     def describe(self) -> dict:
         """What only the running process knows. peak: FLOP/s; memory_gb: the most so far."""
@@ -179,77 +165,6 @@ def random_batches(m: MPTConfig, rows: int, device: torch.device):
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(m.vocab_size, (rows, m.max_seq_len + 1), generator=generator).numpy()
     return data.prefetch(lambda step: batch, itertools.count(), device)
-
-
-# --- Where the time goes
-
-
-def time_split(events: list[dict]) -> dict[str, float | None]:
-    """Shares of the time of some steps: {part: share} for SHARES.
-
-    events: of the steps' Chrome trace. On a GPU a kernel counts for the part of the step that
-    launched it, from whichever thread (the backward has a thread of its own). If the trace does not
-    link kernels to launches, all shares are None. On a CPU the durations of the parts count, and
-    those of gloo's collectives.
-    """
-    spans = [event for event in events if event.get("ph") == "X"]
-    regions = [span for span in spans if is_region(span)]
-    busy = {part: [] for part in [*PARTS, "communication"]}  # [(begin, end)], in us
-    if any(span.get("cat") in GPU_WORK for span in spans):
-        for part, span in gpu_work(spans, regions):
-            busy[part].append(interval(span))
-    else:
-        for region in regions:
-            busy[region["name"]].append(interval(region))
-        collectives = [span for span in spans if span["name"].startswith("gloo:")]
-        busy["communication"] = [interval(span) for span in collectives]
-
-    intervals = list(itertools.chain(*busy.values()))
-    if not intervals:
-        return dict.fromkeys(SHARES)
-    duration = max(end for _, end in intervals) - min(begin for begin, _ in intervals)
-    shares = {part: covered(busy[part]) / duration for part in busy}
-    return shares | {"idle": 1 - covered(intervals) / duration}
-
-
-def gpu_work(spans: list[dict], regions: list[dict]):
-    """(part of the step, event) of the work on the GPU whose part is known."""
-    launch_times = {}
-    for span in spans:
-        is_call = re.search("_(runtime|driver)$", span.get("cat", ""))
-        if is_call and "correlation" in span.get("args", {}):
-            launch_times[span["args"]["correlation"]] = span["ts"]
-
-    for span in spans:
-        if span.get("cat") not in GPU_WORK:
-            continue
-        launched_at = launch_times.get(span["args"].get("correlation"), -1)
-        part = "communication" if "nccl" in span["name"].lower() else None
-        for region in regions:
-            begin, end = interval(region)
-            if not part and begin <= launched_at <= end:
-                part = region["name"]
-        if part:
-            yield part, span
-
-
-def is_region(span: dict) -> bool:
-    """Whether this event of a trace is one of the step's named parts."""
-    return span["name"] in PARTS and span.get("cat") == "user_annotation"
-
-
-def interval(span: dict) -> tuple[float, float]:
-    """(begin, end) of an event, in us."""
-    return span["ts"], span["ts"] + span["dur"]
-
-
-def covered(intervals: list[tuple]) -> float:
-    """Length of the union of intervals (begin, end)."""
-    total, reached = 0.0, -math.inf
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
 
 
 # --- Rows
@@ -366,27 +281,17 @@ class Row:
                     changed.append(f"{name}={value}")
         return " ".join(changed)
 
-    def is_like(self, line: dict) -> bool:
-        """Whether a line of a CSV has this row's settings and a final status.
+    def is_in(self, lines: list[dict]) -> dict | None:
+        """The line of a CSV that this row's command has written here, if its status is final.
 
-        An error such as a missing package is not final. The precision `auto` is like any, since it
-        is known only after the measurement; `compile=auto` is like what it means on most machines.
+        An error such as a missing package is not final.
         """
-        status = line["status"]
-        if status not in ("ok", "out of memory") and not status.startswith("killed"):
-            return False
-        not_settings = {"time", "command", "status", "device", "nodes", *FIGURES}
-        for key in self.columns.keys() - not_settings:
-            wanted = str(self.columns[key])
-            is_same = line[key] == wanted or line[key].startswith(f"{wanted} (")
-            if key == "others":  # in any order
-                is_same = set(line[key].split()) == set(wanted.split())
-            is_automatic = key == "precision" and wanted == "auto"
-            if key == "compile" and wanted == "auto":  # it stays auto if the row has failed
-                is_same = line[key] in ("auto", str(torch.cuda.is_available()))
-            if not (is_same or is_automatic):
-                return False
-        return True
+        keys = ("command", "ranks", "torch")
+        for line in lines:
+            is_final = line["status"].startswith(("ok", "out of memory", "killed"))
+            if is_final and all(line[key] == str(self.columns[key]) for key in keys):
+                return line
+        return None
 
     def is_ok(self) -> bool:
         """Whether nothing has failed yet."""
@@ -418,10 +323,10 @@ class Row:
             self.rates.append(tokens / max(seconds))
 
     def finish(self) -> None:
-        """Profile two steps, fill in the figures, and end the processes."""
-        trace = self.args.profile and f"{self.args.profile}-{self.number}.json"
-        shares = self.call(Step.profile_steps, 2, trace)
-        answers = self.call(Step.describe) if shares else None
+        """Profile two steps if asked to, fill in the figures, and end the processes."""
+        if self.args.profile:
+            self.call(Step.profile_steps, 2, f"{self.args.profile}-{self.number}.json")
+        answers = self.call(Step.describe) if self.is_ok() else None
         if not answers:
             return
         self.pool.stop()
@@ -430,7 +335,7 @@ class Row:
         for key in ("device", "nodes", "precision", "compile", "attn_impl"):
             self.columns[key] = rank_0[key]
         memory_gb = max(answer["memory_gb"] for answer in answers)
-        self.columns |= self.speeds(rank_0["peak"]) | {"memory_gb": memory_gb} | shares[0]
+        self.columns |= self.speeds(rank_0["peak"]) | {"memory_gb": memory_gb}
 
     def speeds(self, peak: float | None) -> dict:
         """Tokens/s, TFLOP/s, MFU and HFU. peak: FLOP/s of a device, or None if unknown."""
@@ -500,7 +405,7 @@ def main(argv) -> None:
 
     lines = []
     for group in wanted:
-        known = {row: next((line for line in kept if row.is_like(line)), None) for row in group}
+        known = {row: row.is_in(kept) for row in group}
         new = [row for row in group if not known[row]]
         if new:
             measure(new)
@@ -545,7 +450,7 @@ def keep(row: Row, rank: int) -> None:
         return
     if rank > 0:
         time.sleep(3)  # rank 0 may add the same failure
-        if os.path.exists(path) and any(row.is_like(line) for line in compare.read(path)):
+        if os.path.exists(path) and row.is_in(compare.read(path)):
             return
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -574,7 +479,7 @@ def how_measured(argv: list[str], args: BenchArgs) -> str:
     return (
         f"`{command}`, {datetime.date.today()}, torch {torch.__version__}, median of "
         f"{args.rounds} turns of {args.steps} steps on random tokens. MFU: {flops.CONVENTION}; "
-        "HFU counts recomputation too. Shares of a step's time are of two profiled steps."
+        "HFU counts recomputation too."
     )
 
 

@@ -280,9 +280,8 @@ def table():
     known |= {"microbatch_size": 8, "global_batch_size": 256, "grad_accum": 4}
     known |= {"sharding": "FULL_SHARD", "activation_checkpointing": "none", "recompute_every": 1}
     known |= {"tokens_per_second": 200000, "hfu": 0.4}
-    ones = "fastest slowest memory_gb data forward backward optimizer".split()
-    known |= dict.fromkeys(ones, 1)
-    names = sorted(COLUMNS | known.keys() | {"communication", "idle"})
+    known |= dict.fromkeys("fastest slowest memory_gb".split(), 1)
+    names = sorted(COLUMNS | known.keys())
     cells = [str(known.get(name, 1 if name in FIGURES + MAYBE else "")) for name in names]
     return "\n".join([",".join(names), ",".join(cells), ",".join(cells), ""])
 

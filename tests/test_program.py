@@ -129,7 +129,7 @@ NEED_ARGUMENTS = """
     planning.calibrate storage.files generate.py weights.hf evaluation lifecycle.microbatch
     lifecycle.resume text.shards bench lessons.lost_rank
 """.split()
-NEED_ARGUMENTS += ["bench compare", "bench beside"]
+NEED_ARGUMENTS += ["bench compare"]
 
 
 @pytest.mark.slow

@@ -1,12 +1,11 @@
-"""bench/beside.py: programs do the same work, those that fail are dropped, ratios are by round."""
+"""bench/beside.py: the programs do the same work in turns; one that fails is dropped."""
 
-import contextlib
-import io
-from unittest import mock
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, clean_environment
 
 from bench import beside
 from config import MPTConfig
@@ -17,97 +16,54 @@ TINY = """
     --n_layers=1 --d_model=32 --n_heads=2 --max_seq_len=16 --vocab_size=64 --precision=fp32
     --rounds=1 --threads=1
 """.split()
-QUESTIONS = f"--icl_tasks={ROOT}/tests/old_runs/questions.jsonl --tokenizer=bytes --vocab_size=512"
-
-
-class Here:
-    """A Pool of one process: this one, which has imported torch and transformers."""
-
-    def __init__(self, size, start, *args, threads):
-        self.started = start(*args)
-
-    def __call__(self, method, *args):
-        return [method(self.started, *args)]
-
-    def stop(self):
-        pass
-
-
-def compare(world, words) -> str:
-    """What `bench beside` prints if all programs are in this process."""
-    with mock.patch.object(beside, "Pool", Here), contextlib.redirect_stdout(io.StringIO()) as out:
-        beside.main(words)
-    return out.getvalue()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, flags, package",
-    [
-        ("train", "", "transformers"),
-        ("lora", "--rslora", "peft"),
-        ("generate", "--global_batch_size=2 --max_seq_len=64", "transformers"),
-        ("evaluation", f"{QUESTIONS} --max_seq_len=128", "lm_eval"),
-    ],
-)
-def test_programs_do_the_same_work_in_turns(ranks, name, flags, package):
-    pytest.importorskip(package)
-    (text,) = ranks(1)(compare, [name, *TINY, *flags.split()])
-    programs = tuple(beside.COMPARISONS[name].programs)
-    measured = [line for line in text.splitlines() if line.startswith(programs)]
-    assert len(measured) == len(programs) and " 1.00 " in measured[0]
 
 
 class Turns:
-    """A pool whose program takes so many seconds a step; an error that it ends with."""
+    """A pool whose program always gives this answer, or fails with it."""
 
     def __init__(self, answer):
         self.answer = answer
 
-    def __call__(self, method, steps):
+    def __call__(self, method, *args):
         if isinstance(self.answer, Exception):
             raise self.answer
-        return [self.answer * steps]
+        if method is beside.Program.describe:
+            return [("cpu", "fp32", 1.0)]
+        return [self.answer]
 
 
 def test_a_program_that_fails_is_dropped_with_the_reason(capsys):
     """One that is killed, and one whose package is missing."""
-    killed, absent = PoolError("killed"), PoolError("ImportError: No module named 'peft'")
+    killed, absent = PoolError("killed"), PoolError("ImportError: No module named 'transformers'")
     answers = {"killed": killed, "absent": absent, "b": 0.5}
     pools = {name: Turns(answer) for name, answer in answers.items()}
-    assert beside.take_turns(pools, rounds=2, steps=3) == {"b": [1.5, 1.5]}
+    assert beside.ask(pools, beside.Program.turn, 3) == {"b": 0.5}
     assert list(pools) == ["b"]
     first, second = capsys.readouterr().err.splitlines()
     assert first == "killed: n/a, killed" and "pip install" in second
     with pytest.raises(UserError, match="none of the programs"):
-        beside.take_turns({"killed": Turns(killed)}, rounds=1, steps=1)
+        beside.ask({"killed": Turns(killed)}, beside.Program.turn, 1)
 
 
 def test_a_ratio_is_the_median_over_rounds():
-    seconds = {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 4.0, 4.0]}  # 3, 2 and 1 times as long
-    assert beside.ratios(seconds) == {"ours": 1, "theirs": 2}
+    """3, 2 and 1 times as long as the first."""
+    rounds = [{"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 4.0}, {"a": 4.0, "b": 4.0}]
+    places = dict.fromkeys("ab", ("cpu", "fp32", 0.5))
+    first, second = beside.table(rounds, places).splitlines()[-2:]
+    assert first.split() == ["a", "fp32", "2.000", "1.00", "0.50"]
+    assert second.split() == ["b", "fp32", "4.000", "2.00", "0.50"]
 
 
-class Answers:
-    """A pool whose program gives these answers."""
-
-    def __init__(self, *answers):
-        self.answers = answers
-
-    def __call__(self, method, *args):
-        return [("cpu", "fp32", 1.0) if method is beside.Program.describe else self.answers]
-
-
-@pytest.mark.parametrize("found, agrees", [((4.0, 3.00005), True), ((4.0, 3.001), False)])
-def test_programs_with_equal_settings_must_give_equal_answers(found, agrees):
-    pools = {"adapters": Answers(4.0, 3.0), "all weights": Answers(4.0, 2.5)}
-    pools["peft on transformers"] = Answers(*found)
+@pytest.mark.parametrize("loss, agrees", [(3.00005, True), (3.001, False)])
+def test_the_same_work_has_the_same_loss(loss, agrees):
+    pools = {beside.FIRST: Turns(3.0), beside.SAME_WORK: Turns(loss), "another": Turns(9.0)}
+    args = beside.BesideArgs(rounds=2)
     if agrees:
-        differences = beside.compare_answers(beside.COMPARISONS["lora"], pools)
-        assert differences == {"adapters": 0, "peft on transformers": pytest.approx(5e-5)}
+        turn = {beside.FIRST: 3.0, beside.SAME_WORK: loss, "another": 9.0}
+        assert beside.measure(pools, args) == [turn, turn]
     else:
         with pytest.raises(UserError, match="not the same work"):
-            beside.compare_answers(beside.COMPARISONS["lora"], pools)
+            beside.measure(pools, args)
 
 
 def test_the_plain_model_has_gpt2s_weights_and_learns():
@@ -131,9 +87,19 @@ def test_the_plain_model_has_gpt2s_weights_and_learns():
     assert losses[-1] < 1
 
 
-@pytest.mark.parametrize(
-    "words", ["", "trian", "train --rounds=0", "evaluation", "train --d_modle=8"]
-)
+@pytest.mark.slow
+def test_the_programs_take_turns():
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "bench", "beside", *TINY]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = [line for line in done.stdout.splitlines() if line.startswith(beside.PROGRAMS)]
+    assert len(names) == len(beside.PROGRAMS) and " 1.00 " in names[0], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", ["trian", "--rounds=0", "--d_modle=8"])
 def test_a_wrong_command_is_one_line(words):
     with pytest.raises(UserError) as error:
         beside.main(words.split())

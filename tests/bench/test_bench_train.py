@@ -7,7 +7,6 @@ import pytest
 from conftest import ROOT, TORCHRUN, launch
 
 from bench import train as bench_train
-from bench.compare import PARTS
 from program import UserError
 
 TINY = """
@@ -28,6 +27,7 @@ def measured(tmp_path_factory):
     """A run of one row: (its folder, its flags, the finished process)."""
     folder = tmp_path_factory.mktemp("bench")
     flags = ["train", *TINY, "--peak_tflops=0.5", "--out=results/tiny.csv", "--profile=trace"]
+    flags += ["--sweep=microbatch_size=8"]
     done = launch([], folder, flags, program="bench")
     assert done.returncode == 0, done.stderr
     return folder, flags, done
@@ -47,26 +47,21 @@ def test_figures_follow_from_each_other(measured):
     assert float(line["mfu"]) == float(line["hfu"]) == pytest.approx(tflops / 0.5)
     assert 0.1 < float(line["memory_gb"]) < 5
 
-    shares = [float(line[part]) for part in PARTS]
-    assert all(share > 0 for share in shares)
-    assert line["communication"] == "0.0"
-    assert 0.7 < sum(shares) <= 1
-    assert sum(shares) + float(line["idle"]) == pytest.approx(1)
-
 
 @pytest.mark.slow
 def test_tables_and_traces_are_written(measured):
     folder, _, done = measured
     assert (folder / "results/tiny.md").read_text().strip() == done.stdout.strip()
     events = json.loads((folder / "trace-1.json").read_text())["traceEvents"]
-    assert set(PARTS) <= {event.get("name") for event in events}
+    parts = {"data", "forward", "backward", "optimizer"}
+    assert parts <= {event.get("name") for event in events}
 
 
 @pytest.mark.slow
 def test_what_is_measured_is_not_measured_again(measured):
     folder, flags, _ = measured
     before = (folder / "results/tiny.csv").read_text()
-    done = launch([], folder, [*flags, "--sweep=microbatch_size=8,4"], program="bench")
+    done = launch([], folder, [*flags[:-1], "--sweep=microbatch_size=8,4"], program="bench")
     assert done.returncode == 0, done.stderr
     after = (folder / "results/tiny.csv").read_text()
     assert after.startswith(before) and len(after.splitlines()) == 3
@@ -83,7 +78,6 @@ def test_what_needs_too_much_memory_is_noted_and_the_others_go_on(python, tmp_pa
     assert [line["status"] for line in lines] == ["ok", "out of memory"]
     assert [line["sharding"] for line in lines] == ["ZERO1"] * 2
     assert (lines[0]["global_batch_size"], lines[0]["grad_accum"]) == ("4", "2")
-    assert 0 < float(lines[0]["communication"]) < 1
     assert "- not measured: 2x524288: out of memory" in done.stdout
 
 
@@ -108,23 +102,22 @@ def test_sizes_are_the_recipes(monkeypatch):
     assert large.columns["global_batch_size"] == 2 * 8 * 4
 
 
-def test_a_row_is_done_if_its_settings_are_in_the_csv_with_a_final_status():
+def test_a_row_is_done_if_its_command_is_in_the_csv_with_a_final_status():
     flags = ["--precision=bf16", "--attn_impl=sdpa", "--z_loss=0.1"]
     ((row,),) = bench_train.groups(flags)
     # SHAPE has ALiBi, no biases and no clipping; peak_tflops has a column of its own.
     others = {"alibi=True", "no_bias=True", "grad_clip=0.0", "z_loss=0.1"}
     assert set(row.columns["others"].split()) == others
     line = {key: str(value) for key, value in row.columns.items()}
-    assert row.is_like(line)
-    for status in ("out of memory", "killed (out of memory?)", "killed (for want of memory?)"):
-        assert row.is_like(line | {"status": status, "tokens_per_second": "9"})
-    # The module may be installed by now.
-    assert not row.is_like(line | {"status": "ImportError: no module"})
+    for status in ("ok", "out of memory", "killed (out of memory?)"):
+        assert row.is_in([line | {"status": status, "tokens_per_second": "9"}])
+    # The module may be installed by now; another torch may be faster.
+    for change in ({"status": "ImportError: no module"}, {"torch": "2.0.0"}, {"ranks": "64"}):
+        assert not row.is_in([line | change])
 
-    changes = "--z_loss=0.2 --attn_impl=blocks --grad_clip=1 --microbatch_size=3 --ranks=2"
-    for flag in changes.split():
+    for flag in "--z_loss=0.2 --grad_clip=1 --microbatch_size=3".split():
         ((other,),) = bench_train.groups([*flags, flag])
-        assert not other.is_like(line), flag
+        assert not other.is_in([line]), flag
 
 
 def test_tensor_ranks_and_stages_of_a_row_read_the_same_batch():
@@ -175,70 +168,3 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     with pytest.raises(UserError, match="a.csv is not a CSV of bench train"):
         bench_train.main([*TINY, f"--out={tmp_path}/a.csv"])
     assert (tmp_path / "a.csv").read_text() == "a,b\n1,2\n"
-
-
-def event(name, cat, ts, dur, **args) -> dict:
-    """An event of a Chrome trace; times in us."""
-    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "args": args}
-
-
-# Launched from 0 to 30 us on the host, run from 100 to 200 us on the device.
-GPU_EVENTS = [
-    event("forward", "user_annotation", 0, 10),
-    event("backward", "user_annotation", 10, 10),
-    event("optimizer", "user_annotation", 20, 10),
-    event("forward", "gpu_user_annotation", 100, 55),
-    # Each launch has the number of its kernel.
-    event("cudaLaunchKernel", "cuda_runtime", 2, 1, correlation=1),
-    event("gemm", "kernel", 100, 20, correlation=1),
-    event("cudaLaunchKernel", "cuda_runtime", 12, 1, correlation=2),
-    event("gemm", "kernel", 120, 40, correlation=2),
-    event("cuLaunchKernel", "cuda_driver", 13, 1, correlation=3),
-    event("mul", "kernel", 150, 20, correlation=3),
-    event("aten::mm", "cpu_op", 12, 3),
-    event("hipMemcpyAsync", "cuda_runtime", 25, 1, correlation=4),
-    event("Memcpy", "gpu_memcpy", 180, 20, correlation=4),
-    event("cudaLaunchKernel", "cuda_runtime", 14, 1, correlation=5),
-    event("ncclDevKernel_ReduceScatter", "kernel", 140, 30, correlation=5),
-    # Not a span; a kernel without a launch.
-    {"ph": "s", "name": "ac2g"},
-    event("late", "kernel", 190, 5),
-]
-GPU_SHARES = {
-    "data": 0,
-    "forward": 0.2,
-    "backward": 0.5,
-    "optimizer": 0.2,
-    "communication": 0.3,
-    "idle": 0.1,
-}
-
-
-def test_on_a_gpu_a_kernel_belongs_to_the_part_that_launched_it():
-    assert bench_train.time_split(GPU_EVENTS) == pytest.approx(GPU_SHARES)
-
-
-def test_without_launches_the_shares_are_unknown():
-    linked = ("Launch", "Memcpy", "nccl")
-    events = [e for e in GPU_EVENTS if not any(word in e["name"] for word in linked)]
-    assert set(bench_train.time_split(events).values()) == {None}
-
-
-def test_on_a_cpu_the_parts_count_and_gloo():
-    events = [
-        event("data", "user_annotation", 0, 1),
-        event("forward", "user_annotation", 1, 3),
-        event("backward", "user_annotation", 4, 5),
-        event("optimizer", "user_annotation", 9, 1),
-        event("gloo:all_gather", "cpu_op", 2, 1),
-        event("gloo:all_gather", "cpu_op", 2.5, 1),
-    ]
-    shares = {
-        "data": 0.1,
-        "forward": 0.3,
-        "backward": 0.5,
-        "optimizer": 0.1,
-        "communication": 0.15,
-        "idle": 0,
-    }
-    assert bench_train.time_split(events) == pytest.approx(shares)
