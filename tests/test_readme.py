@@ -341,7 +341,7 @@ def test_the_readme_begins_with_the_two_commands():
 
 
 def test_the_tree_in_the_readme_lists_every_file_of_the_root_and_every_folder():
-    (tree,) = re.findall(r"```\n(program\.py.*?)```", README, re.DOTALL)
+    (tree,) = re.findall(r"```\n(nano\.py.*?)```", README, re.DOTALL)
     listed = set(re.findall(r"^(\w+(?:\.py|/))", tree, re.MULTILINE)) | {"tests/"}
     files = {path.name for path in ROOT.glob("*.py")}
     folders = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
