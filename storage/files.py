@@ -82,25 +82,25 @@ def read_json_lines(path, fields: dict | None = None, fault=None, appended=False
     Returns (list of dicts, list of texts). Raises OSError if the file cannot be read.
     """
     rows, problems = [], []
-    lines = read_bytes(path).split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"line {number}"
-        try:
-            row = parse_json(line, where)
-        except UserError as error:
-            cut_off = number == len(lines) and line[:1] in (b"{", b"\0")
-            if not (appended and cut_off):
-                problems.append(str(error))
-            continue
-        problem = missing(row, fields or {}) or wrong_type(row, fields or {})
-        if not problem and fault:
-            problem = fault(row)
-        if problem:
-            problems.append(f"{where} is damaged ({problem})")
-        else:
-            rows.append(row)
+    with open_regular(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"line {number}"
+            try:
+                row = parse_json(line, where)
+            except UserError as error:
+                cut_off = not line.endswith(b"\n") and line[:1] in (b"{", b"\0")
+                if not (appended and cut_off):
+                    problems.append(str(error))
+                continue
+            problem = missing(row, fields or {}) or wrong_type(row, fields or {})
+            if not problem and fault:
+                problem = fault(row)
+            if problem:
+                problems.append(f"{where} is damaged ({problem})")
+            else:
+                rows.append(row)
     return rows, problems
 
 

@@ -229,7 +229,7 @@ def test_the_tokenizer_json_of_our_own_runs_is_named_by_its_path(tmp_path):
     assert loaded.fingerprint == made.fingerprint and loaded.name == str(file)
     (tmp_path / "text.txt").write_text("".join(f"line {i} and more\n\n" for i in range(999)))
     flags = f"--dataset={tmp_path}/text.txt --tokenizer={file} --data_dir={tmp_path}/tokens"
-    data.main([*flags.split(), "--val_fraction=0.1"])
+    data.main([*flags.split(), "--val_fraction=0.1", "--max_seq_len=64"])
     file.unlink()
     copy = load(str(file), tmp_path / "tokens/tokenizer.json")
     assert copy.fingerprint == made.fingerprint
