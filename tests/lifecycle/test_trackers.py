@@ -251,7 +251,9 @@ def test_mlflow_has_all_figures_but_those_it_refuses_and_the_end_of_the_run(run,
     assert there().info.status == "KILLED" and there().info.run_name == "mine"
     names = {"loss", "icl/words_1_/acc", "icl/größe_ ü/acc"}
     assert there().data.metrics.keys() == names
-    write_lines(run / "metrics.jsonl", *rows, {"step": 60, "loss": 5.0, "icl": figures})
+    write_lines(
+        run / "metrics.jsonl", *rows, {"step": 60, "loss": 5.0, "val_loss": 6.0, "icl": figures}
+    )
     (run / "checkpoints" / "step-60").mkdir(parents=True)
     assert by_hand(run, "mlflow")[0] == 0
     assert there().info.status == "FINISHED" and there().data.metrics["loss"] == 5
