@@ -48,6 +48,7 @@ WHAT = {  # key in metrics.jsonl: (title, format of a value in the terminal)
 }
 X = {"tokens": "tokens", "step": "steps"}  # key in metrics.jsonl: unit
 PANELS = [["loss"] * 2, ["lr", "grad_norm"], ["tokens_per_second", "mfu"]]  # of --what=all
+MOST_POINTS = 5_000  # of a curve that is drawn
 CurveName = Literal["loss", "lr", "grad_norm", "tokens_per_second", "mfu", "all"]
 
 
@@ -138,7 +139,7 @@ def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]
     train = points(run.steps, x, what)
     val = points(run.vals, x, "val_loss") if what == "loss" else []
     window = 1 if what == "lr" else max(1, len(train) // 50)
-    return running_means(train, window), val
+    return thinned(running_means(train, window)), val
 
 
 def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list, list, list]:
@@ -170,9 +171,17 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
 
 def running_means(curve: list[tuple], window: int) -> list[tuple]:
     """Each value becomes the mean of the last `window` values up to it."""
-    values = [value for _, value in curve]
-    recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [(x, sum(some) / len(some)) for (x, _), some in zip(curve, recent, strict=True)]
+    sums = np.cumsum([0.0, *(value for _, value in curve)])
+    ends = np.arange(1, len(sums))
+    begins = np.maximum(0, ends - window)
+    means = (sums[ends] - sums[begins]) / (ends - begins)
+    return [(x, mean) for (x, _), mean in zip(curve, means.tolist(), strict=True)]
+
+
+def thinned(curve: list[tuple]) -> list[tuple]:
+    """Every k-th point and the last one: more than MOST_POINTS are wider than a picture."""
+    every = max(1, len(curve) // MOST_POINTS)
+    return [*curve[:-1:every], *curve[-1:]]
 
 
 # --------------------------------------------------------------------------------------------------

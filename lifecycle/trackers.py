@@ -13,9 +13,9 @@ after it went back to a checkpoint are not sent again; metrics.jsonl has the fig
 step is sent as a whole, with its evaluation: when a later one has begun, or its checkpoint is there
 and no evaluation is missing, as after a stop.
 
-The libraries' own variables say where the curves go: WANDB_API_KEY, WANDB_PROJECT,
-WANDB_MODE=offline; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME; TRACKIO_SPACE_ID. TensorBoard's
-files are in runs/demo/trackers/tensorboard.
+The libraries' own variables say where the curves go: WANDB_API_KEY, WANDB_PROJECT, WANDB_NAME,
+WANDB_MODE=offline; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME; TRACKIO_SPACE_ID.
+TensorBoard's files are in runs/demo/trackers/tensorboard.
 
 Run `python -m lifecycle.trackers runs/demo --track=wandb` to send what is not sent yet. With
 --follow it goes on until Ctrl-C.
@@ -50,6 +50,7 @@ LAST_SECONDS = 10  # how long a tracker may take for the last steps, when the ru
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny"}  # others have their own name
 MODULES = {"tensorboard": "tensorboardX"}
 MOST_METRICS, MOST_PARAMS = 1000, 100  # what MLflow takes in one request
+NOT_IN_MLFLOW = re.compile(r"[^\w/. -]")  # characters that names of figures may not have there
 SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the names of environment variables
 
 
@@ -169,12 +170,14 @@ class Record:
 # -------------------------------------------------------------------------------------------------
 # The trackers. Each corrects record.step if it knows better. `send` takes [(step, numbers), ...];
 # after `lag` seconds they have arrived, whatever is killed. `where`: how a person finds the curve.
+# `close(is_done)`: whether the run has taken all of its steps. `refused`: names of figures that a
+# tracker does not take.
 
 
 class TensorBoard:
     """Event files, one per start, by tensorboardX."""
 
-    lag = 0
+    lag, refused = 0, ()
 
     def __init__(self, run: Path, record: Record, settings: dict):
         sys.modules["torch"] = None  # tensorboardX would import it, which takes seconds
@@ -184,8 +187,10 @@ class TensorBoard:
         self.event, self.summary = event_pb2.Event, summary_pb2.Summary
         folder = run / "trackers" / "tensorboard"
         folder.mkdir(exist_ok=True)
-        number = len(list(folder.glob("events.*")))  # read in this order: clocks may differ
-        if not number:  # the run has come here without its files
+        # Read in the order of their numbers: clocks may differ.
+        numbers = [int(path.suffix[1:]) for path in folder.glob("events.out.tfevents.[0-9]*")]
+        number = max(numbers, default=-1) + 1  # a file may have been deleted
+        if not numbers:  # the run has come here without its files
             record.step, record.has_settings = -1, False
         self.writer = RecordWriter(str(folder / f"events.out.tfevents.{number:06d}"))
         self.write(file_version="brain.Event:2")
@@ -208,14 +213,14 @@ class TensorBoard:
             self.write(step=step, summary=self.summary(value=values))
         self.writer.flush()
 
-    def close(self) -> None:
+    def close(self, is_done: bool) -> None:
         self.writer.close()
 
 
 class WeightsAndBiases:
     """A run of W&B. Its server drops a step that is not above the last."""
 
-    lag = 30  # its process writes to disk every 15 s
+    lag, refused = 30, ()  # its process writes to disk every 15 s
 
     def __init__(self, run: Path, record: Record, settings: dict):
         import wandb
@@ -223,7 +228,7 @@ class WeightsAndBiases:
         record.id = record.id or secrets.token_hex(4)
         self.run = wandb.init(
             id=record.id,
-            name=run.name,
+            name=os.environ.get("WANDB_NAME") or run.name,
             resume="allow",
             reinit="create_new",  # after a failure
             dir=str(run / "trackers"),
@@ -241,8 +246,8 @@ class WeightsAndBiases:
         for step, figures in steps:
             self.run.log(figures, step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+    def close(self, is_done: bool) -> None:
+        self.run.finish(exit_code=0 if is_done else 1)
 
 
 class MLflow:
@@ -254,10 +259,12 @@ class MLflow:
         import mlflow
         from mlflow.entities import Metric, Param
 
+        self.refused, self.error = set(), mlflow.MlflowException
         self.client, self.metric = mlflow.MlflowClient(), Metric
         if not record.id:
             experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default"))
-            made = self.client.create_run(experiment.experiment_id, run_name=run.name)
+            name = os.environ.get("MLFLOW_RUN_NAME") or run.name
+            made = self.client.create_run(experiment.experiment_id, run_name=name)
             record.id = made.info.run_id
         self.id = record.id
         self.client.update_run(self.id, status="RUNNING")
@@ -280,22 +287,42 @@ class MLflow:
     def send(self, steps: list) -> None:
         now = time.time_ns() // 10**6
         metrics = [
-            self.metric(name, figure, now, step)
+            self.metric(NOT_IN_MLFLOW.sub("_", name), figure, now, step)
             for step, figures in steps
             for name, figure in figures.items()
-            if (name, step) not in self.sent
+        ]
+        metrics = [
+            each
+            for each in metrics
+            if (each.key, each.step) not in self.sent and each.key not in self.refused
         ]
         for first in range(0, len(metrics), MOST_METRICS):
-            self.client.log_batch(self.id, metrics[first : first + MOST_METRICS])
+            self.send_batch(metrics[first : first + MOST_METRICS])
 
-    def close(self) -> None:
-        self.client.set_terminated(self.id)
+    def send_batch(self, metrics: list) -> None:
+        """Send metrics together; if some are refused, one alone of each name shows which."""
+        try:
+            return self.client.log_batch(self.id, metrics)
+        except self.error as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+        for metric in metrics:
+            try:
+                if metric.key not in self.refused:
+                    self.client.log_batch(self.id, [metric])
+            except self.error as error:
+                if error.error_code != "INVALID_PARAMETER_VALUE":
+                    raise
+                self.refused.add(metric.key)
+
+    def close(self, is_done: bool) -> None:
+        self.client.set_terminated(self.id, "FINISHED" if is_done else "KILLED")
 
 
 class Trackio:
     """A run of trackio, which keeps a step twice if it is sent twice."""
 
-    lag = 30  # a thread writes to disk, or to a server
+    lag, refused = 30, ()  # a thread writes to disk, or to a server
 
     def __init__(self, run: Path, record: Record, settings: dict):
         import trackio
@@ -311,7 +338,7 @@ class Trackio:
         for step, figures in steps:
             self.run.log(figures, step=step)
 
-    def close(self) -> None:
+    def close(self, is_done: bool) -> None:
         self.run.finish()
 
 
@@ -337,6 +364,7 @@ class Feeder:
         self.tracker = None
         self.failing = False  # and has said so
         self.under_way = collections.deque()  # (step, when it was sent)
+        self.named = set()  # figures that the tracker has refused
 
     def feed(self, ended: threading.Event) -> None:
         """Send what is there, and what comes until `ended`."""
@@ -357,7 +385,9 @@ class Feeder:
 
     def fix(self) -> str:
         command = program.shell("python", "-m", "lifecycle.trackers", self.run_dir)
-        return f"metrics.jsonl keeps it; {command} --track={self.name} sends what is missing"
+        fix = f"metrics.jsonl keeps it; {command} --track={self.name} sends what is missing"
+        deleted = f". If the curve was deleted: delete {self.path}, and a new one begins"
+        return fix + deleted * self.path.exists()
 
     def connect(self) -> None:
         record, fix = Record(), "delete it, and a new curve begins"
@@ -382,6 +412,9 @@ class Feeder:
         while steps:
             part, steps = steps[:50], steps[50:]
             self.tracker.send(part)
+            for name in set(self.tracker.refused) - self.named:
+                self.say(f"{self.name} refuses the figure {files.shown(name)}: it is left out")
+                self.named.add(name)
             self.sent = part[-1][0]
             self.under_way.append((self.sent, time.monotonic()))
             self.note_arrived(self.tracker.lag)
@@ -398,7 +431,8 @@ class Feeder:
 
     def finish(self) -> None:
         self.send()
-        self.tracker.close()
+        max_steps = files.read_json(self.run / "config.json").get("max_steps", 0)
+        self.tracker.close(is_done=self.sent >= max_steps)
         self.note_arrived(0)
         self.record.is_open = False
         self.record.save(self.path)

@@ -32,7 +32,7 @@ import flops
 import program
 from config import MPTConfig, TrainConfig, blocks_of, stage_sizes
 from devices import Device
-from planning import matmuls, memory
+from planning import memory
 from planning.fleet import Fleet, FleetArgs, fleet_of
 
 # Bytes per token and d_model that a block keeps, by the bytes of a number in the residual stream.
@@ -207,8 +207,8 @@ class StepTime:
         if self.is_last:
             per_token += 2 * 2 * self.m.vocab_size * self.m.d_model
         for i in blocks_of(self.m.n_layers, self.stage, self.cfg.pp):
-            for part, passes in matmuls.block_by_pass(self.m, self.cfg, i).items():
-                if part not in matmuls.ATTENTION:
+            for part, passes in flops.block_by_pass(self.m, self.cfg, i).items():
+                if part not in flops.ATTENTION:
                     per_token += sum(passes.values())
         return self.tokens * per_token / self.cfg.tp
 

@@ -5,6 +5,7 @@
     read_csv          the rows of a table
     Tail              what is new in a file that grows
     member            the path of a file that another file names: a plain name in the same folder
+    require_no_link   a path that is no link, unless it is one of the Hub's cache
     require_ours      a folder into which we write is empty, or ours already
     write_atomically  a file as a whole or not at all
     locked            one process at a time, and the others wait
@@ -81,25 +82,25 @@ def read_json_lines(path, fields: dict | None = None, fault=None, appended=False
     Returns (list of dicts, list of texts). Raises OSError if the file cannot be read.
     """
     rows, problems = [], []
-    lines = read_bytes(path).split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"line {number}"
-        try:
-            row = parse_json(line, where)
-        except UserError as error:
-            cut_off = number == len(lines) and line[:1] in (b"{", b"\0")
-            if not (appended and cut_off):
-                problems.append(str(error))
-            continue
-        problem = missing(row, fields or {}) or wrong_type(row, fields or {})
-        if not problem and fault:
-            problem = fault(row)
-        if problem:
-            problems.append(f"{where} is damaged ({problem})")
-        else:
-            rows.append(row)
+    with open_regular(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"line {number}"
+            try:
+                row = parse_json(line, where)
+            except UserError as error:
+                cut_off = not line.endswith(b"\n") and line[:1] in (b"{", b"\0")
+                if not (appended and cut_off):
+                    problems.append(str(error))
+                continue
+            problem = missing(row, fields or {}) or wrong_type(row, fields or {})
+            if not problem and fault:
+                problem = fault(row)
+            if problem:
+                problems.append(f"{where} is damaged ({problem})")
+            else:
+                rows.append(row)
     return rows, problems
 
 
@@ -241,6 +242,20 @@ def member(folder: Path, name, source) -> Path:
     expected = "expected the plain name of a file beside it"
     require(is_plain, f"{source} names the file {shown(name)}, {expected}")
     return Path(folder) / name
+
+
+def require_no_link(path: Path) -> Path:
+    """The path. UserError if it is a link: in a folder from someone else it may lead anywhere.
+
+    The Hub's cache is made of links: snapshots/REVISION/NAME leads to the file blobs/HASH beside
+    `snapshots`. These are followed.
+    """
+    path = Path(path)
+    snapshots = [up for up in path.parent.resolve().parents if up.name == "snapshots"]
+    is_of_cache = any(path.resolve().parent == up.parent / "blobs" for up in snapshots)
+    fix = "replace it with what it points to"
+    require(not path.is_symlink() or is_of_cache, f"{path} is a link: {fix}")
+    return path
 
 
 # --------------------------------------------------------------------------------------------------

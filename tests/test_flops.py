@@ -197,7 +197,9 @@ def test_frozen_weights_and_adapters():
     assert flops.n_lora(cfg, lora) == n_lora
     once, with_recomputed = flops.flops_of(cfg, train=lora)
     assert once == 4 * n + attention + 6 * n_lora
-    assert with_recomputed - once == 2 * n + attention / 3 + 2 * n_lora
+    # Again: the blocks without down_proj's own matmul, and not the logits.
+    blocks = 2 * 24 * (3 + 1 + 4) * d**2
+    assert with_recomputed - once == blocks + attention / 3 + 2 * n_lora
 
     top = replace(lora, lora_last_blocks=6)  # 18 of 24 blocks: forward only
     weights = 4 * n - 2 * 18 * 12 * d**2

@@ -6,13 +6,13 @@
     a sample               uint32 size of each column that has no fixed one, then the columns
 
 Two columns are known: `text` (`str`), one document a sample, and `tokens`, which are ids already:
-`ndarray:int32` (or another integer), with or without a fixed length, or `bytes`. Other columns are
-skipped, so no pickle of a stranger is ever loaded.
+`ndarray:int32` (or another integer), with or without a fixed length, or `bytes`, of int64, int32 or
+uint16. Other columns are skipped, so no pickle of a stranger is ever loaded.
 
 LLM Foundry joins documents, with end-of-text between them, and cuts the result into rows of
 max_seq_len ids. A row may end anywhere in a document. So we join the rows again, unchanged: with
-the same --max_seq_len, the inputs of a window are one row. Where samples differ in length, each is
-a document, and gets an end-of-text unless it has one.
+the same --max_seq_len, the inputs of a window are one row. If the samples of an index differ in
+length, each is a document, and gets an end-of-text unless it has one.
 
 Nothing in the files says which tokenizer made the ids: `--tokenizer` names it.
 
@@ -38,6 +38,10 @@ from text.shards import Shard, shard_files
 CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bz2", "br": "brotli", "snappy": "snappy"}
 XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
 NDARRAY = re.compile(r"ndarray:(u?int(?:8|16|32|64))(?::([0-9]{1,10}))?")
+BYTES = ("<i8", "<i4", "<u2")  # what `bytes` may hold; LLM Foundry assumes the first
+LARGEST_VOCABULARY = 2**20  # a number above it is no id that was read with the right type
+# The folder of a part for validation: val, val_small, validation-00, test; not values.
+FOR_VALIDATION = re.compile("(val|valid|validation|test|eval|evaluation)(?![a-z])", re.IGNORECASE)
 MAX_BYTES = 2**32  # of a shard: its offsets are uint32
 EXPORTED_BYTES = 2**26  # of a shard that we write, as the package does
 
@@ -83,6 +87,11 @@ class IndexedShard:
         return names.index(found[0])
 
     @property
+    def encoding(self) -> str:
+        """The type of that column."""
+        return self.about["column_encodings"][self.column]
+
+    @property
     def is_text(self) -> bool:
         """Is that the column of texts?"""
         return self.about["column_names"][self.column] == "text"
@@ -113,7 +122,7 @@ def shards(indexes: list[str]) -> list[IndexedShard]:
     The index of a folder may repeat those of the folders in it: the package's `merge_index`.
     UserError if an index is damaged, or some folders are for validation and others are not.
     """
-    for_validation = [path for path in indexes if re.match("val|test|eval", Path(path).parent.name)]
+    for_validation = [path for path in indexes if FOR_VALIDATION.match(Path(path).parent.name)]
     others = [path for path in indexes if path not in for_validation]
     if for_validation and others:
         raise UserError(
@@ -194,33 +203,48 @@ def documents(indexes: list[str], tokenizer=None):
             shard.path.exists(),
             f"{shard.index} names {shard.path}, which is missing: copy it there",
         )
-    row_lengths = {}  # by index: the length of its rows, 0 if its samples are documents
+    have_rows = {}  # by index: whether its samples are rows, not documents
     for shard in found:
         if shard.is_text:
             yield from texts(shard)
-        else:
-            yield from rows_of(shard, tokenizer, row_lengths)
+            continue
+        if tokenizer and shard.index not in have_rows:
+            of_index = [each for each in found if each.index == shard.index and not each.is_text]
+            have_rows[shard.index] = are_rows(of_index, tokenizer)
+        yield from samples_of(shard, tokenizer, have_rows.get(shard.index))
 
 
-def rows_of(shard: IndexedShard, tokenizer, row_lengths: dict):
+def samples_of(shard: IndexedShard, tokenizer, are_rows: bool):
     """The ids of each sample of a shard; behind those of a document, end-of-text."""
-    rows = ids(shard, tokenizer.vocab_size if tokenizer else 2**31)
     if not tokenizer:
-        yield from (row.astype(np.uint32) for row in rows)  # copies: a view would keep the shard
+        yield from (row.astype(np.uint32) for row in ids(shard, 2**31))  # copies of its content
         return
-    if not rows:
-        return
-    if not row_lengths:
-        begin = tokenizer.decode(rows[0][:30])
-        print(f"{shard.path} in tokens of {tokenizer.name}: {begin!r}", file=sys.stderr)
-    lengths = set(map(len, rows))
-    common = lengths.pop() if len(lengths) == 1 and len(rows) > 1 else 0
-    row_length = row_lengths.setdefault(shard.index, common)
-    for row in rows:
-        is_document = len(row) not in (0, row_length)
-        if is_document and row[-1] != tokenizer.eot:
+    for row in ids(shard, tokenizer.vocab_size):
+        if not are_rows and len(row) and row[-1] != tokenizer.eot:
             row = np.append(row, tokenizer.eot)
         yield row.astype(tokenizer.dtype)
+
+
+def are_rows(of_index: list[IndexedShard], tokenizer) -> bool:
+    """Are the samples of these shards rows, all of one length? Else they are documents.
+
+    Prints how the first one begins. Reads shards until two samples differ, unless the type of the
+    column has a length.
+    """
+    lengths, n = set(), 0
+    for shard in of_index:
+        rows = ids(shard, tokenizer.vocab_size)
+        if rows and not n:
+            begin = tokenizer.decode(rows[0][:30])
+            print(f"{shard.path} in tokens of {tokenizer.name}: {begin!r}", file=sys.stderr)
+        array = NDARRAY.fullmatch(shard.encoding)
+        if array and array[2]:
+            return True
+        lengths |= set(map(len, rows))
+        n += len(rows)
+        if len(lengths) > 1:
+            return False
+    return n > 1
 
 
 def columns(shard: IndexedShard):
@@ -311,8 +335,8 @@ def snappy_size(content: bytes) -> int:
 
 def texts(shard: IndexedShard):
     """The texts of a column of `str`."""
-    encoding = shard.about["column_encodings"][shard.column]
-    require(encoding == "str", f"{shard.index}: 'text' is {files.shown(encoding)}, expected 'str'")
+    shown = files.shown(shard.encoding)
+    require(shard.encoding == "str", f"{shard.index}: 'text' is {shown}, expected 'str'")
     for sample in columns(shard):
         try:
             yield str(sample, "utf-8")
@@ -322,11 +346,10 @@ def texts(shard: IndexedShard):
 
 def ids(shard: IndexedShard, n_ids: int) -> list[np.ndarray]:
     """The ids of each sample. UserError if one of them is `n_ids` or more."""
-    encoding = shard.about["column_encodings"][shard.column]
-    match = NDARRAY.fullmatch(encoding)
+    match = NDARRAY.fullmatch(shard.encoding)
     require(
-        match or encoding == "bytes",
-        f"{shard.index}: 'tokens' are {files.shown(encoding)}, "
+        match or shard.encoding == "bytes",
+        f"{shard.index}: 'tokens' are {files.shown(shard.encoding)}, "
         "known are ndarray:int32 (or another integer; ndarray:int32:2048) and bytes",
     )
 
@@ -338,9 +361,10 @@ def ids(shard: IndexedShard, n_ids: int) -> list[np.ndarray]:
     for row in rows:
         if not is_within(row, n_ids):
             wrong = row[(row < 0) | (row >= n_ids)][0]
+            or_type = ", or its bytes are no int64, int32 or uint16" * (not match)
             raise UserError(
-                f"{shard.path} has the id {wrong}, of {n_ids:,} known ids: "
-                "set the --tokenizer that made them; if it did, the shard is damaged"
+                f"{shard.path} has the id {wrong}, of {n_ids:,} known ids: set the --tokenizer "
+                f"that made them; if it did, the shard is damaged{or_type}"
             )
     return rows
 
@@ -367,13 +391,21 @@ def ids_of_arrays(shard: IndexedShard, samples, dtype: np.dtype, length: str | N
 
 
 def ids_of_bytes(shard: IndexedShard, samples, n_ids: int) -> list[np.ndarray]:
-    """Ids that nothing gives a type: int64, which LLM Foundry assumes, unless only int32 fits."""
-    if all(len(sample) % 8 == 0 for sample in samples):
-        rows = [np.frombuffer(sample, "<i8") for sample in samples]
-        if all(is_within(row, n_ids) for row in rows):
-            return rows
-    shard.require(all(len(sample) % 4 == 0 for sample in samples), "'tokens' of odd sizes")
-    return [np.frombuffer(sample, "<i4") for sample in samples]
+    """Ids that nothing gives a type: the first of BYTES in which nearly all numbers are ids.
+
+    Not all, since a shard that is damaged, or of another tokenizer, is to be told from that.
+    """
+    possible = []
+    for dtype in map(np.dtype, BYTES):
+        if all(len(sample) % dtype.itemsize == 0 for sample in samples):
+            rows = [np.frombuffer(sample, dtype) for sample in samples]
+            numbers = np.concatenate([np.empty(0, dtype), *rows])
+            is_id = (numbers >= 0) & (numbers < min(n_ids, LARGEST_VOCABULARY))
+            if is_id.sum() >= 0.9 * len(numbers):
+                return rows
+            possible.append(rows)
+    shard.require(possible, "'tokens' of odd sizes")
+    return possible[0]
 
 
 # --------------------------------------------------------------------------------------------------

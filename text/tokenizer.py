@@ -67,6 +67,7 @@ BYTES = sorted(
     (bytes([value]) for value in range(256)),
     key=lambda byte: byte == b" " or not chr(byte[0]).isprintable(),
 )
+SAVED = b'{"name": "bpe-'  # how a file begins that `Tokenizer.save` wrote
 N_PRINTABLE = 188
 # The printable character with which a Hugging Face vocabulary spells each byte.
 SPELLING = {
@@ -380,11 +381,13 @@ def load(name: str, path: str | None = None) -> Tokenizer | HuggingFaceTokenizer
 
     path: the file of a `bpe-N`, which `save` wrote; or the copy of a tokenizer.json in a run or
     data folder. If there is such a copy, the path in `name` is never opened: in a run folder from
-    someone else it may lead anywhere.
+    someone else it may lead anywhere. A name that is a path may lead to either kind of file.
     """
     name = canonical(name)
     if name.endswith(".json"):
-        return HuggingFaceTokenizer(name, name if path is None else path)
+        path = name if path is None else path
+        is_ours = read(path).startswith(SAVED)
+        return load_bpe(name, path) if is_ours else HuggingFaceTokenizer(name, path)
     if name == "bytes":
         return Tokenizer(name, [bytes([value]) for value in range(256)])
     if name == "gpt2":
@@ -411,7 +414,10 @@ def load_gpt2() -> Tokenizer:
 
 
 def load_bpe(name: str, path: str | None) -> Tokenizer:
-    """A BPE that was trained here. UserError if its file is damaged or holds another tokenizer."""
+    """A BPE that was trained here. UserError if its file is damaged or holds another tokenizer.
+
+    name: `bpe-N`, or the path that the file had at first.
+    """
     require(path is not None, f"{name} is trained here, so load it with the path of its file")
     fix = "remove it and train again"
     fields = {"name": str, "fingerprint": str, "tokens": list}
@@ -426,12 +432,13 @@ def load_bpe(name: str, path: str | None) -> Tokenizer:
         and saved["fingerprint"] == fingerprint(SPLIT, tokens)
     )
     require(is_valid, f"{path} is not a tokenizer file, or is damaged: {fix}")
-    require(saved["name"] == name, f"{path} holds {one_line(saved['name'])}, not {name}")
+    is_that = name.endswith(".json") or saved["name"] == name
+    require(is_that, f"{path} holds {one_line(saved['name'])}, not {name}")
     return Tokenizer(name, tokens)
 
 
 def json_of(path) -> bytes:
-    """The tokenizer.json at a path, or one that is made of a vocab.json and its merges.txt."""
+    """The file of a tokenizer at a path, or one that is made of a vocab.json and its merges.txt."""
     content = read(path)
     if Path(path).name != "vocab.json":
         return content

@@ -25,7 +25,7 @@ import checkpoint
 import program
 from program import UserError, require, say_once
 from storage import files
-from storage.files import shown
+from storage.files import require_no_link, shown
 from text import tokenizer as tokenizers
 from text import tokenizer_json
 from text.tokenizer_json import MERGES, VOCABULARY, read_if_there
@@ -184,7 +184,8 @@ def save(name: str, file: Path | None, run_dir: Path) -> None:
         shutil.copy(file, run_dir / TOKENIZER)
     if name.endswith(".json"):
         file = require_no_link(Path(file or name))
-        (run_dir / TOKENIZER).write_bytes(tokenizers.load(name, file).content)
+        tokenizers.load(name, file)
+        (run_dir / TOKENIZER).write_bytes(tokenizers.json_of(file))
         kept = file.parent / KEPT
         copy_beside(kept if kept.exists() else file.parent, run_dir / KEPT)
 
@@ -199,12 +200,6 @@ def copy_beside(source: Path, target: Path) -> None:
     for file in found:
         content = files.read_bytes(require_no_link(file), files.MAX_JSON)
         (target / file.name).write_bytes(content)
-
-
-def require_no_link(path: Path) -> Path:
-    """The path. UserError if it is a link: in a run from someone else it may lead anywhere."""
-    require(not path.is_symlink(), f"{path} is a link: replace it with what it points to")
-    return path
 
 
 def export(path: Path, folder: Path) -> dict:

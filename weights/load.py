@@ -338,8 +338,6 @@ def keep_generation(base: str, run_dir: str) -> None:
         beside = checkpoint.find(base).parent.parent / hf_tokenizer.KEPT
     else:
         beside = hf_tokenizer.folder_of(path)
-    if any((beside / name).is_symlink() for name in hf_tokenizer.BESIDE):
-        return  # the Hub's cache holds links: a run can do without these files
     hf_tokenizer.copy_beside(beside, Path(run_dir) / hf_tokenizer.KEPT)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import tracemalloc
 
 import pytest
 
@@ -61,6 +62,20 @@ def test_running_means_are_over_a_fiftieth_of_the_run(tmp_path):
     run = plot.read(folder(tmp_path / "run", rows))
     assert [value for _, value in plot.curves(run)[0]] == [1] + [0.5] * 99
     assert [value for _, value in plot.curves(run, "lr")[0]] == [1, 0] * 50
+
+
+def test_a_long_run_costs_memory_in_proportion_to_its_steps():
+    rows = [step(s, 3 + s % 7) for s in range(1, 50_001)]
+    run = plot.Run("run", rows, [], [])
+    tracemalloc.start()
+    train, _ = plot.curves(run, x="step")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50e6  # 400e6 if each point has a list of its window
+    assert len(train) <= 2 * plot.MOST_POINTS and train[-1][0] == 50_000
+    for at, mean in train[:: len(train) // 50]:
+        window = [row["loss"] for row in rows[max(0, at - 1000) : at]]
+        assert mean == pytest.approx(sum(window) / len(window))
 
 
 def test_what_is_no_number_is_not_drawn(tmp_path):

@@ -216,6 +216,59 @@ def test_on_another_machine_the_curve_is_whole(run):
     assert settings == 1
 
 
+def test_a_deleted_event_file_takes_no_later_one_with_it(run):
+    need("tensorboard")
+    for last in (5, 9, 13):
+        write_rows(run, last)
+        assert by_hand(run, "tensorboard")[0] == 0
+    first, _, third = sorted((run / "trackers/tensorboard").iterdir())
+    before = third.read_bytes()
+    first.unlink()
+    write_rows(run, 20)
+    assert by_hand(run, "tensorboard")[0] == 0
+    assert third.read_bytes() == before
+    found, _ = of_tensorboard(run)
+    assert [step for name, step, _ in found if name == "loss"] == [*range(5, 20)]
+
+
+@pytest.mark.slow
+def test_mlflow_has_all_figures_but_those_it_refuses_and_the_end_of_the_run(run, monkeypatch):
+    need("mlflow")
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_RUN_NAME", "mine")
+    refused = "x" * 300  # longer than a name may be there
+    figures = {"words(1)": {"acc": 0.5}, "größe, ü": {"acc": 0.25}, refused: {"acc": 1}}
+    rows = [{"step": step, "loss": 6.0, "icl": figures} for step in range(1, 60)]
+    write_lines(run / "metrics.jsonl", *rows)
+    status, said = by_hand(run, "mlflow")
+    assert status == 0 and sum("refuses the figure 'icl/xxx" in line for line in said) == 1
+    run_id = json.loads((run / "trackers" / "mlflow.json").read_text())["id"]
+
+    def there():
+        return mlflow.MlflowClient().get_run(run_id)
+
+    assert there().info.status == "KILLED" and there().info.run_name == "mine"
+    names = {"loss", "icl/words_1_/acc", "icl/größe_ ü/acc"}
+    assert there().data.metrics.keys() == names
+    write_lines(
+        run / "metrics.jsonl", *rows, {"step": 60, "loss": 5.0, "val_loss": 6.0, "icl": figures}
+    )
+    (run / "checkpoints" / "step-60").mkdir(parents=True)
+    assert by_hand(run, "mlflow")[0] == 0
+    assert there().info.status == "FINISHED" and there().data.metrics["loss"] == 5
+
+
+@pytest.mark.slow
+def test_wandb_takes_the_name_of_its_variable(run, monkeypatch):
+    need("wandb")
+    monkeypatch.setenv("WANDB_NAME", "name-of-mine")
+    write_rows(run, 5)
+    assert by_hand(run, "wandb")[0] == 0
+    (path,) = (run / "trackers" / "wandb").glob("offline-*/*.wandb")
+    assert b"name-of-mine" in path.read_bytes()
+
+
 def test_a_step_is_sent_with_its_evaluation(run):
     """Which comes later; the last step is whole when its checkpoint is there."""
     path = run / "metrics.jsonl"

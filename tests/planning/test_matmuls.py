@@ -32,7 +32,7 @@ def small(**more) -> MPTConfig:
 
 def closed(cfg: MPTConfig, train: TrainConfig) -> float:
     """FLOPs of one sequence in closed form."""
-    return S * matmuls.total(matmuls.flops_by_pass(cfg, train))
+    return S * flops.total(flops.flops_by_pass(cfg, train))
 
 
 def count(cfg: MPTConfig, train: TrainConfig, backward: bool = True) -> FlopCounterMode:
@@ -60,18 +60,18 @@ def counted_by_part(cfg: MPTConfig, backward: bool) -> dict[str, int]:
         pattern = rf"MPT\.transformer\.blocks\.\d+\.{end}"
         return sum(n for name, n in flops_of_module.items() if re.fullmatch(pattern, name))
 
-    parts = {part: sum_over_blocks(rf"\w+\.{linear}") for linear, part in matmuls.LINEARS.items()}
+    parts = {part: sum_over_blocks(rf"\w+\.{linear}") for linear, part in flops.LINEARS.items()}
     parts["attention"] = sum_over_blocks("attn") - parts["QKV"] - parts["projection"]
     parts["logits"] = flops_of_module["Global"] - flops_of_module["MPT.transformer"]
     return parts
 
 
 def closed_by_part(cfg: MPTConfig, passes) -> dict[str, float]:
-    """{part of the model: FLOPs of one sequence in some of matmuls.PASSES}, in closed form."""
+    """{part of the model: FLOPs of one sequence in some of flops.PASSES}, in closed form."""
     parts = {}
-    for part, flops_of_pass in matmuls.flops_by_pass(cfg, TrainConfig()).items():
+    for part, flops_of_pass in flops.flops_by_pass(cfg, TrainConfig()).items():
         parts[part] = S * sum(flops_of_pass[name] for name in passes)
-    parts["attention"] = sum(parts.pop(part) for part in matmuls.ATTENTION)
+    parts["attention"] = sum(parts.pop(part) for part in flops.ATTENTION)
     return parts
 
 
@@ -79,7 +79,7 @@ def closed_by_part(cfg: MPTConfig, passes) -> dict[str, float]:
 def test_every_part_of_a_step_is_what_torch_counts(more):
     cfg = small(**more)
     assert counted_by_part(cfg, backward=False) == closed_by_part(cfg, ["forward"])
-    assert counted_by_part(cfg, backward=True) == closed_by_part(cfg, matmuls.PASSES)
+    assert counted_by_part(cfg, backward=True) == closed_by_part(cfg, flops.PASSES)
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -93,6 +93,20 @@ def test_several_folders_are_read_in_order_but_not_if_one_is_for_validation(copy
     assert read(message.partition("--dataset=")[2]) == theirs.rows_of("gz")
 
 
+@pytest.mark.parametrize("name, is_question", [
+    ("values", False), ("valley-texts", False), ("testimony", False), ("evaluations", False),
+    ("val", True), ("Valid.1", True), ("validation-00", True), ("test2", True), ("eval", True),
+])  # fmt: skip
+def test_what_is_for_validation_is_said_by_a_word(copy, tmp_path, name, is_question):
+    copy("zstd", "train")
+    copy("gz", name)
+    if is_question:
+        assert f"{tmp_path}/{name}/index.json is for validation" in refusal(read, tmp_path)
+    else:
+        both = theirs.rows_of("zstd") + theirs.rows_of("gz")
+        assert sorted(read(tmp_path)) == sorted(both)
+
+
 def test_shards_beside_text_are_a_question(copy):
     folder = copy("zstd")
     (folder / "LICENSE.txt").write_text("All rights reserved.")
@@ -167,6 +181,59 @@ def write_rows(folder, rows, encoding="ndarray:int64", **more) -> Path:
     about |= {"raw_data": raw, "zip_data": None} | more
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [about]}))
     return folder
+
+
+def write_merged(folder, parts, encoding) -> Path:
+    """A folder whose index joins that of one folder for each part, as `merge_index` does."""
+    folder.mkdir()
+    entries = []
+    for number, rows in enumerate(parts):
+        place = write_rows(folder / f"{number}", rows, encoding)
+        (about,) = json.loads((place / "index.json").read_text())["shards"]
+        about["raw_data"]["basename"] = f"{number}/shard.00000.mds"
+        entries.append(about)
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+    return folder
+
+
+@pytest.mark.parametrize("encoding", ["ndarray:int64", "bytes"])
+@pytest.mark.parametrize("sizes", [(1, 9, 5), (0, 1, 1), (9, 1)])
+def test_rows_are_known_by_the_whole_index(tmp_path, encoding, sizes):
+    """However few of them are in the first shard."""
+    parts = [np.arange(64 * n).reshape(n, 64) % 250 for n in sizes]
+    folder = write_merged(tmp_path / "mds", parts, encoding)
+    assert read(folder, tokenizer.load("bytes")) == np.concatenate(parts).tolist()
+
+
+@pytest.mark.parametrize("encoding", ["ndarray:int64", "bytes"])
+def test_documents_are_known_by_the_whole_index(tmp_path, encoding):
+    """Although those of the first shards have one length."""
+    parts = [[np.array([5, 6])] * 3, [np.array([7, 8])], [np.array([1, 2]), np.array([3])]]
+    folder = write_merged(tmp_path / "mds", parts, encoding)
+    expected = [[*row.tolist(), EOT] for part in parts for row in part]
+    assert read(folder, tokenizer.load("bytes")) == expected
+
+
+def test_one_row_whose_type_has_its_length_is_a_row(tmp_path):
+    about = mds.write_shard(tmp_path / "shard.00000.mds", np.ones((1, 9), "<i4"))
+    (tmp_path / "index.json").write_text(json.dumps({"shards": [about]}))
+    assert read(tmp_path, tokenizer.load("bytes")) == [[1] * 9]
+
+
+@pytest.mark.parametrize("dtype", ["<i8", "<i4", "<u2", "<u8", "<u4"])
+def test_bytes_are_read_in_the_type_in_which_they_are_ids(tmp_path, dtype, capsys):
+    """LLM Foundry's token_encoding_type, which no file says."""
+    rows = np.random.default_rng(0).integers(0, 257, (20, 64)).astype(dtype)
+    folder = write_rows(tmp_path / "mds", rows, "bytes")
+    assert read(folder, tokenizer.load("bytes")) == rows.tolist()
+    mds.main([f"{folder}/index.json"])
+    assert "20 samples of tokens, 1,280 in all" in capsys.readouterr().out
+    rows[3, 5] = 10_420  # damage, in whatever type
+    folder = write_rows(tmp_path / "damaged", rows, "bytes")
+    message = refusal(read, folder, tokenizer.load("bytes"))
+    assert "has the id 10420, of 257 known ids" in message
+    floats = write_rows(tmp_path / "floats", np.full((9, 8), 0.3), "bytes")
+    assert "no int64, int32 or uint16" in refusal(read, floats, tokenizer.load("bytes"))
 
 
 def test_the_tokenizer_must_be_the_one_that_made_the_ids(settings, copy, capfd, tmp_path):

@@ -12,6 +12,7 @@ from conftest import byte_level, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data
 from program import UserError
 from text import tokenizer
 from text.tokenizer import BYTES, END_OF_TEXT, load, train_bpe
@@ -217,6 +218,21 @@ def test_wrong_files_are_told_apart(bpe, tmp_path):
         assert message in refusal(load, "bpe-512", str(path))
     assert "nowhere.json" in refusal(load, "bpe", str(tmp_path / "nowhere.json"))
     assert "path" in refusal(load, "bpe")
+
+
+def test_the_tokenizer_json_of_our_own_runs_is_named_by_its_path(tmp_path):
+    """Of other text, too: the ids are those of the run. Its folder has a copy, as of any other."""
+    made = train_bpe(["größe and more, and more " * 9], 280)
+    file = tmp_path / "tokenizer.json"
+    made.save(file)
+    loaded = load(str(file))
+    assert loaded.fingerprint == made.fingerprint and loaded.name == str(file)
+    (tmp_path / "text.txt").write_text("".join(f"line {i} and more\n\n" for i in range(999)))
+    flags = f"--dataset={tmp_path}/text.txt --tokenizer={file} --data_dir={tmp_path}/tokens"
+    data.main([*flags.split(), "--val_fraction=0.1", "--max_seq_len=64"])
+    file.unlink()
+    copy = load(str(file), tmp_path / "tokens/tokenizer.json")
+    assert copy.fingerprint == made.fingerprint
 
 
 # --- tokenizer.json of others

@@ -207,6 +207,56 @@ def test_a_run_that_begins_with_a_folder_keeps_what_describes_its_tokenizer(tmp_
         assert "pad_token_id" not in json.loads(kept["generation_config.json"])
 
 
+def as_in_the_hubs_cache(folder: Path, cache: Path) -> Path:
+    """The folder as huggingface_hub downloads it: links to blobs. Returns the snapshot."""
+    snapshot = cache / "models--their--mpt/snapshots/0123abcd"
+    blobs = cache / "models--their--mpt/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.copy(file, blobs / f"{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+def test_a_folder_of_the_hubs_cache_is_imported_as_any_other(tmp_path, capsys):
+    write_folder(tmp_path / "theirs", "theirs")
+    snapshot = as_in_the_hubs_cache(tmp_path / "theirs", tmp_path / "cache")
+    hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "plain")])
+    hf.main(["import", str(snapshot), str(tmp_path / "run")])
+    for place in ("", "hugging_face"):
+        plain, run = (tmp_path / name / place for name in ("plain", "run"))
+        kept = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+        assert kept == {path.name: path.read_bytes() for path in plain.iterdir() if path.is_file()}
+        assert not any(path.is_symlink() for path in run.iterdir())
+    (tmp_path / "begun").mkdir()
+    load.keep_generation(str(snapshot), str(tmp_path / "begun"))  # of --init_from
+    assert (tmp_path / "begun/hugging_face/chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("leads", ["elsewhere", "to another model", "by its blob", "by its blobs"])
+def test_a_link_out_of_the_hubs_cache_is_refused(tmp_path, name, leads):
+    write_folder(tmp_path / "theirs", "theirs")
+    snapshot = as_in_the_hubs_cache(tmp_path / "theirs", tmp_path / "cache")
+    other = as_in_the_hubs_cache(tmp_path / "theirs", tmp_path / "other")
+    link, blob = snapshot / name, (snapshot / name).resolve()
+    if leads == "by its blobs":
+        blob.parent.rename(tmp_path / "blobs")
+        blob.parent.symlink_to(tmp_path / "blobs")
+    elif leads == "by its blob":
+        blob.unlink()
+        blob.symlink_to(tmp_path / "theirs" / name)
+    else:
+        link.unlink()
+        link.symlink_to((other if leads == "to another model" else tmp_path / "theirs") / name)
+    assert "is a link: replace it" in refusal(hf.import_, snapshot, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "begun").mkdir()
+    if name != "tokenizer.json":  # which a run has of its data
+        assert "is a link" in refusal(load.keep_generation, str(snapshot), tmp_path / "begun")
+
+
 def test_what_was_kept_is_not_followed_elsewhere(tmp_path):
     """A run from someone else may hold links in place of files."""
     write_folder(tmp_path / "theirs", "theirs")
