@@ -157,7 +157,20 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
     A CPU takes `blocks`, a GPU `triton` for ALiBi in 16 bits, which needs no mask and no extra
     columns there, and `sdpa` otherwise. So do GPUs for which Triton has no matrix instructions
     (NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000), and GPUs on which the kernel gives
-    other results than the formula (gpu_kernels/first_use.py). Measured: bench/results/cpu.md.
+    other results than the formula (gpu_kernels/first_use.py).
+
+    Measured: on a CPU, bench/results/cpu.md; on one H200 (torch 2.11.0, triton 3.6.0, 2026-11-28),
+    TFLOP/s of forward and backward, bf16, causal, 2,048 and 8,192 tokens:
+
+                                  heads of 64    heads of 128
+        no bias   sdpa (cuDNN)     345   436      445   566
+                  triton           252   306      267   327
+        ALiBi     triton           242   292      261   318   (launch rows since: about 291, 355)
+                  flex             206   251      271   347
+                  sdpa             170   254      163   242
+
+    The figures in brackets are not measured: they are computed from the times of single passes with
+    the rows that `launch_table` has now.
     """
     require_known(impl)
     if impl != "auto":

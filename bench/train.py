@@ -21,7 +21,7 @@ Under torchrun all rows share their processes. So on a CPU only the first row's 
 own, and a row that runs out of memory ends the program. With --max-restarts, torchrun starts it
 again, and it continues with the next row.
 
---profile=trace keeps a trace of two more steps, trace-1.json of the first row. ui.perfetto.dev shows
+--profile=trace keeps a trace of two more steps, trace-1.json of the first row, for ui.perfetto.dev:
 where the time of data, forward, backward and optimizer goes, kernel by kernel.
 """
 

@@ -87,9 +87,11 @@ def compiled_figures(world, cfg) -> tuple:
 
 
 @pytest.mark.slow
-def test_layers_microbatches_and_evaluation_share_one_graph(ranks):
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_layers_microbatches_and_evaluation_share_one_graph(ranks, checkpointing):
     """Three rows at a time, of a number that three does not divide."""
-    cfg = replace(RUN, global_batch_size=14, microbatch_size=3, activation_checkpointing="full")
+    cfg = replace(RUN, global_batch_size=14, microbatch_size=3)
+    cfg = replace(cfg, activation_checkpointing=checkpointing)
     eager = ranks(2)(figures, cfg)[0]
     for found, graphs in ranks(2)(compiled_figures, cfg):
         assert graphs == {"forward": 1, "backward": 1}
