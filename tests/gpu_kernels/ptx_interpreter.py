@@ -214,6 +214,9 @@ ELEMENTWISE = {
     "shr": shift_right,
     "bfe": bit_field,
     "mov": lambda x: x,
+    "copysign": lambda sign, x: np.copysign(x, sign),
+    "abs": np.abs,
+    "rem": np.fmod,
 }
 COUNTS = {"shl", "shr", "bfe"}
 COMPARISONS = {
@@ -325,7 +328,7 @@ class GlobalMemory(Memory):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.storages:
                 self.storages[storage.data_ptr()] = size, storage
-                size += -(-storage.nbytes() // self.GAP + 1) * self.GAP
+                size += (storage.nbytes() // self.GAP + 2) * self.GAP
         super().__init__(size, word, clock)
         for start, storage in self.storages.values():
             self.bytes_of(start, storage)[:] = host_bytes(storage)
@@ -982,7 +985,8 @@ def on(
     whose `check` refuses CPU tensors. change(name, ptx): another PTX to run, with a planted fault.
     """
     with contextlib.ExitStack() as changes:
-        binaries = changes.enter_context(compiled.for_chip(arch, *modules))
+        by_chip = [module for module in modules if hasattr(module, "architecture")]
+        binaries = changes.enter_context(compiled.for_chip(arch, *by_chip))
         compile_only = JITFunction.run
 
         def run(kernel, *args, grid, warmup, **settings):
