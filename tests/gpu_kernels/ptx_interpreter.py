@@ -28,377 +28,49 @@ the paths that the data takes, not of others. Barriers and fences have their ful
 a memory model there is no more than the list above.
 
 cp.async writes shared memory by the generic proxy, so by the letter wgmma needs a fence.proxy.async
-after the wait. Triton 3.6.0 to 3.9.0 compile kernels that have none there: the loop over queries in
-attention's dk and dv on sm_90 reads `do` so. Nothing wrong was seen on an H200. So this is a Fault
-only with `copies_need_fence=True`.
+after the wait. In the loop of attention's dk and dv on sm_90, Triton 3.6.0 has none, 3.7.1 and
+3.8.0 lack some (3.7.1 the one for `do`), 3.9.0 has one after each wait. Nothing wrong was seen on
+an H200 (3.6.0). So a missing one is a Fault only with `copies_need_fence=True`.
 """
 
 import contextlib
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
-import torch
+from ptx_memory import (
+    COPIED,
+    IN_FLIGHT,
+    SEVERAL,
+    STORED,
+    Clock,
+    Fault,
+    GlobalMemory,
+    Memory,
+    SharedMemory,
+    swizzled,
+)
+from ptx_program import (
+    COMPARISONS,
+    COUNTS,
+    ELEMENTWISE,
+    TYPES,
+    Address,
+    Instruction,
+    Unsupported,
+    constant,
+    from_fp32,
+    parse,
+    to_fp32,
+)
 from triton.runtime.jit import JITFunction
 
 from gpu_kernels import compiled
 
 WARP = 32  # threads
-
-
-class Fault(Exception):
-    """The kernel does what a GPU must not do."""
-
-
-class Unsupported(Exception):
-    """An instruction, or a form of it, that this interpreter does not know."""
-
-
-# --- Reading PTX
-
-
-class Address(NamedTuple):
-    """[base + offset]: a register, a parameter or the beginning of shared memory; bytes."""
-
-    base: str
-    offset: int
-
-
-class Instruction(NamedTuple):
-    """`@%p1 ld.global.v2.b32 {%r1, %r2}, [%rd1 + 8];`"""
-
-    text: str
-    guard: str | None  # the predicate of the threads that execute it; None: all do
-    negated: bool
-    name: str  # ld
-    suffixes: list[str]  # global, v2, b32
-    operands: list  # names and numbers as text, lists of them, addresses
-
-
-@dataclass
-class Program:
-    """A kernel."""
-
-    parameters: list[str] = field(default_factory=list)
-    registers: dict[str, np.dtype] = field(default_factory=dict)  # by their prefix: %r, %rd
-    labels: dict[str, int] = field(default_factory=dict)  # the instruction that follows
-    instructions: list[Instruction] = field(default_factory=list)
-
-    def word(self, space: str) -> int:
-        """Bytes of the narrowest access to "global" or "shared" memory, at most 4."""
-        accesses = [i for i in self.instructions if i.name in ("ld", "st") and space in i.suffixes]
-        return min([TYPES[i.suffixes[-1]].itemsize for i in accesses], default=4)
-
-
-TYPES = {
-    f"{letter}{bits}": np.dtype(f"{kind}{bits // 8}")
-    for letter, kind in (("b", "u"), ("u", "u"), ("s", "i"))
-    for bits in (8, 16, 32, 64)
-}
-TYPES |= {"f32": np.dtype("f4"), "f32x2": np.dtype("f4"), "pred": np.dtype(bool)}
-
-
-@functools.lru_cache(maxsize=32)
-def parse(ptx: str) -> Program:
-    """The one kernel of a module. Unsupported names what the interpreter does not know."""
-    program = Program()
-    head, _, body = ptx.partition(".visible .entry")[2].partition("\n{")
-    program.parameters = re.findall(r"\.param [^,\n]*?(\w+_param_\d+)", head)
-    for line in body.partition("\n}")[0].splitlines():
-        line = line.partition("//")[0].strip()
-        if label := re.fullmatch(r"(\$\w+):", line):
-            program.labels[label[1]] = len(program.instructions)
-        elif declared := re.fullmatch(r"\.reg \.(\w+)\s+(%\w+?)<\d+>;", line):
-            program.registers[declared[2]] = TYPES[declared[1]]
-        elif line and not line.startswith((".loc", ".pragma")):
-            program.instructions.append(parse_instruction(line))
-    return program
-
-
-def parse_instruction(text: str) -> Instruction:
-    """One line."""
-    found = re.fullmatch(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*);", text)
-    if not found:
-        raise Unsupported(text)
-    negation, guard, operation, rest = found.groups()
-    name, *suffixes = operation.split(".")
-    if name not in ELEMENTWISE and name not in OTHERS:
-        raise Unsupported(text)
-    operands = []
-    for operand in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest):
-        if operand.startswith("{"):
-            operands.append(re.findall(r"[^\s,{}]+", operand))
-        elif operand.startswith("["):
-            base, _, offset = operand.strip("[ ]").partition("+")
-            operands.append(Address(base.strip(), int(offset or 0)))
-        else:
-            operands.append(operand)
-    return Instruction(text, guard, negation == "!", name, suffixes, operands)
-
-
-# --- Arithmetic: what one thread does with its own registers
-
-
-def to_fp32(bits, kind: str):
-    """16-bit patterns of "bf16" or "f16" as fp32."""
-    if kind == "bf16":
-        return (bits.astype("u4") << 16).view("f4")
-    return bits.view("f2").astype("f4")
-
-
-def from_fp32(x, kind: str):
-    """fp32 as 16-bit patterns: to the nearest, ties to even."""
-    if kind == "f16":
-        return x.astype("f2").view("u2")
-    bits = x.view("u4")
-    last_kept = (bits >> 16) & 1
-    rounded = ((bits + 0x7FFF + last_kept) >> 16).astype("u2")
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
-
-
-def fma(a, b, c):
-    """a * b + c of fp32: the product is exact in fp64."""
-    return (a.astype("f8") * b.astype("f8") + c.astype("f8")).astype("f4")
-
-
-def shift_left(x, count):
-    """Zero if the count is at least the width."""
-    bits = 8 * x.dtype.itemsize
-    shifted = x << np.minimum(count, bits - 1).astype(x.dtype)
-    return np.where(count < bits, shifted, np.zeros_like(x))
-
-
-def shift_right(x, count):
-    """Copies of the sign enter if x is signed, else zeros."""
-    bits = 8 * x.dtype.itemsize
-    if x.dtype.kind == "i":
-        return x >> np.minimum(count, bits - 1).astype(x.dtype)
-    return np.where(count < bits, x >> np.minimum(count, bits - 1).astype(x.dtype), 0)
-
-
-def bit_field(x, start, length):
-    """`length` bits of x from bit `start` on: 32 bits, with its sign if x is signed."""
-    above = np.minimum(start + length, 32)
-    wide = x.astype("i8") << (64 - above).astype("i8")  # the field is at the top
-    if x.dtype.kind == "u":
-        wide = wide.view("u8")
-    return (wide >> (64 - above + start).astype(wide.dtype)).astype(x.dtype)
-
-
-def several(function: Callable) -> Callable:
-    """Of two operands, or of three (sm_100 and later)."""
-    return lambda *operands: functools.reduce(function, operands)
-
-
-# Operands and result have one type, but counts of bits are u32.
-ELEMENTWISE = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "neg": np.negative,
-    "min": several(np.fmin),
-    "max": several(np.fmax),
-    "fma": fma,
-    "ex2": np.exp2,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-    "shl": shift_left,
-    "shr": shift_right,
-    "bfe": bit_field,
-    "mov": lambda x: x,
-    "copysign": lambda sign, x: np.copysign(x, sign),
-    "abs": np.abs,
-    "rem": np.fmod,
-}
-COUNTS = {"shl", "shr", "bfe"}
-COMPARISONS = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
-
-
-@functools.lru_cache(maxsize=4096)
-def constant(text: str, dtype: np.dtype, threads: int):
-    """An immediate operand, one entry for each thread. Shared memory begins at address 0."""
-    if text == "global_smem":
-        return np.zeros(threads, dtype)
-    if text.startswith("0f"):
-        return np.full(threads, int(text[2:], 16), "u4").view(dtype)
-    if not re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
-        raise Unsupported(f"the operand {text}")
-    value = int(text, 0)
-    if dtype.kind == "b":
-        return np.full(threads, value != 0)
-    return np.full(threads, value % (1 << 8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
-
-
-# --- Memory
-
-STEP = 64  # a stamp is STEP * barriers so far + the warp
-SEVERAL = STEP - 1  # in place of a warp
-HOST, NEVER = -1, -2  # stamps: written before the launch; not written
-
-
-@dataclass
-class Clock:
-    """The barriers of a launch so far, and those before its present block."""
-
-    barriers: int = 0
-    block_began: int = 0
-
-    def stamp(self, warps):
-        """An access by `warps`, now."""
-        return STEP * self.barriers + warps
-
-
-class Memory:
-    """Words, with a stamp of the last write and of the last read of each."""
-
-    def __init__(self, size: int, word: int, clock: Clock):
-        self.words = np.zeros(-(-size // word), f"u{word}")
-        self.word, self.clock = word, clock
-        self.wrote = np.full(len(self.words), NEVER, "i4")
-        self.read = np.full(len(self.words), HOST, "i4")
-
-    def places(self, address, width: int):
-        """The words at `address` (n,), of `width` bytes each: (n, width / word)."""
-        if (address % width).any():
-            raise Fault(f"an address is not a multiple of {width} bytes")
-        first = address.astype("i8") // self.word
-        if len(first) and (first.min() < 0 or first.max() + width // self.word > len(self.words)):
-            raise Fault("an address is outside of memory")
-        return first[:, None] + np.arange(width // self.word)
-
-    def check_order(self, stamps, now, what: str) -> None:
-        """A race unless the accesses at `stamps` come before those at `now`."""
-        if ((stamps >= self.clock.stamp(0)) & (stamps != now)).any():
-            raise Fault(f"race: a word is {what} another warp, with no barrier between")
-        if ((stamps >= 0) & (stamps < STEP * self.clock.block_began)).any():
-            raise Fault(f"race: a word is {what} another block")
-
-    def load(self, places, warps):
-        """The words at `places` (n, m), read by `warps` (n,)."""
-        now = self.clock.stamp(warps)[:, None]
-        wrote = self.wrote[places]
-        if (wrote == NEVER).any():
-            raise Fault("a word is read that is in no tensor, or that nothing has written")
-        self.check_order(wrote, now, "read that was written by")
-        earlier = self.read[places]
-        by_others = (earlier >= self.clock.stamp(0)) & (earlier != now)
-        self.read[places] = np.where(by_others, self.clock.stamp(SEVERAL), now)
-        same_time = self.read[places] != now  # two warps in one instruction
-        self.read[places[same_time]] = self.clock.stamp(SEVERAL)
-        return self.words[places]
-
-    def claim(self, places, warps):
-        """Check that `warps` may write now. Returns the stamp of it."""
-        now = self.clock.stamp(warps)[:, None]
-        self.check_order(self.wrote[places], now, "written that was written by")
-        self.check_order(self.read[places], now, "written that was read by")
-        return now
-
-    def store(self, places, warps, data):
-        """Write words (n, m)."""
-        self.wrote[places] = self.claim(places, warps)
-        self.words[places] = data
-        if (self.words[places] != data).any():  # equal data from several threads is harmless
-            raise Fault("race: two threads write one word in the same instruction")
-
-
-class GlobalMemory(Memory):
-    """Copies of the tensors' storages, with a gap after each that belongs to none."""
-
-    BEGIN, GAP = 1 << 40, 1 << 12  # bytes
-
-    def __init__(self, tensors: list[torch.Tensor], word: int, clock: Clock):
-        self.storages, size = {}, self.GAP
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self.storages:
-                self.storages[storage.data_ptr()] = size, storage
-                size += (storage.nbytes() // self.GAP + 2) * self.GAP
-        super().__init__(size, word, clock)
-        for start, storage in self.storages.values():
-            self.bytes_of(start, storage)[:] = host_bytes(storage)
-            begin = start // word
-            self.wrote[begin : begin + storage.nbytes() // word] = HOST
-
-    def bytes_of(self, start: int, storage):
-        """A storage's bytes in this memory."""
-        return self.words.view("u1")[start : start + storage.nbytes()]
-
-    def pointer(self, tensor: torch.Tensor) -> int:
-        """Where the tensor's first element is on the GPU."""
-        begin = tensor.untyped_storage().data_ptr()
-        start, _ = self.storages[begin]
-        return self.BEGIN + start + tensor.data_ptr() - begin
-
-    def places(self, address, width: int):
-        """As above; an address that is in no tensor is a Fault."""
-        places = super().places(address - np.uint64(self.BEGIN), width)
-        if (self.wrote[places] == NEVER).any():
-            raise Fault("an address is outside of the kernel's tensors")
-        return places
-
-    def copy_back(self) -> None:
-        """What the kernel has written becomes the tensors' data."""
-        for start, storage in self.storages.values():
-            host_bytes(storage)[:] = self.bytes_of(start, storage)
-
-
-def host_bytes(storage):
-    """A view of a CPU storage, (bytes,)."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-
-
-# What the async proxy, by which wgmma reads, sees of a word: nothing yet if a copy is in flight,
-# perhaps an old value if it was stored or copied since the last fence.proxy.async.
-SHOWN, IN_FLIGHT, STORED, COPIED = range(4)
-
-
-class SharedMemory(Memory):
-    """Of one block. Copies and wgmma may be in flight."""
-
-    def __init__(self, size: int, word: int, clock: Clock):
-        super().__init__(size, word, clock)
-        self.proxy = np.full(len(self.words), SHOWN, "u1")
-        self.readers = np.zeros(len(self.words), "u1")  # wgmmas in flight that read a word
-
-    def load(self, places, warps):
-        """As above, by ordinary instructions and by wgmma."""
-        if (self.proxy[places] == IN_FLIGHT).any():
-            raise Fault("shared memory is read before its cp.async was waited for")
-        return super().load(places, warps)
-
-    def claim(self, places, warps):
-        """As above."""
-        if self.readers[places].any():
-            raise Fault("shared memory is written before the wgmma that reads it was waited for")
-        if (self.proxy[places] == IN_FLIGHT).any():
-            raise Fault("shared memory is written before its cp.async was waited for")
-        return super().claim(places, warps)
-
-    def store(self, places, warps, data, state=STORED):
-        """As above. state: how the words were written."""
-        super().store(places, warps, data)
-        self.proxy[places] = state
-
-    def fence_proxy(self) -> None:
-        """Show the async proxy what has been written. Copies in flight are not."""
-        self.proxy[self.proxy != IN_FLIGHT] = SHOWN
-
 
 # --- A block of threads
 
@@ -464,7 +136,7 @@ class Block:
         if name in ELEMENTWISE:
             self.elementwise(instruction)
         else:
-            OTHERS[name](self, instruction.suffixes, *instruction.operands)
+            getattr(self, f"do_{name}")(instruction.suffixes, *instruction.operands)
         return following
 
     # registers
@@ -491,6 +163,8 @@ class Block:
 
     def write(self, register: str, value) -> None:
         """Set the entries of the active threads. A narrow signed value is extended by its sign."""
+        if register == "_":
+            return
         if register in self.results_in_flight or register in self.factors_in_flight:
             raise Fault(f"{register} is written before the wgmma that uses it was waited for")
         if value.dtype.kind == "f":
@@ -527,7 +201,7 @@ class Block:
         if suffixes[-1] not in TYPES:
             raise Unsupported("a type")
         if name == "mul" and "wide" in suffixes:
-            return self.multiply_add(suffixes, target, *sources, "0")
+            return self.do_mad(suffixes, target, *sources, "0")
         dtype = TYPES[suffixes[-1]]
         if suffixes[-1] == "f32x2":  # two numbers in 64 bits
             values = [self.read(source, "u8").view("f4") for source in sources]
@@ -553,7 +227,7 @@ class Block:
             parts = np.stack([self.read(part, f"u{width}") for part in source], 1)
             self.write(target, parts.view(TYPES[suffixes[0]])[:, 0])
 
-    def multiply_add(self, suffixes, target, a, b, c) -> None:
+    def do_mad(self, suffixes, target, a, b, c) -> None:
         """mad.lo, mad.wide and mul.wide of integers."""
         dtype = TYPES[suffixes[-1]]
         a, b = self.read(a, dtype), self.read(b, dtype)
@@ -563,7 +237,7 @@ class Block:
             raise Unsupported("a form of mad")
         self.write(target, a.astype(dtype) * b.astype(dtype) + self.read(c, dtype))
 
-    def compare(self, suffixes, target, a, b) -> None:
+    def do_setp(self, suffixes, target, a, b) -> None:
         """setp. Comparisons with NaN are false."""
         if len(suffixes) != 2 or suffixes[0] not in COMPARISONS:
             raise Unsupported("a form of setp")
@@ -574,7 +248,7 @@ class Block:
             result &= ~np.isnan(a) & ~np.isnan(b)
         self.write(target, result)
 
-    def select(self, suffixes, target, if_true, if_false, predicate) -> None:
+    def do_selp(self, suffixes, target, if_true, if_false, predicate) -> None:
         """selp. Undefined is only what is selected."""
         chosen = self.read(predicate, bool)
         undefined = self.doubtful
@@ -587,7 +261,7 @@ class Block:
         self.doubtful = undefined
         self.write(target, np.where(chosen, *values))
 
-    def convert(self, suffixes, target, *sources) -> None:
+    def do_cvt(self, suffixes, target, *sources) -> None:
         """cvt between integers, and between fp32 and what is narrower."""
         to, source = suffixes[-2:]
         halves = ("bf16", "f16")
@@ -605,7 +279,7 @@ class Block:
 
     # across the threads of a warp
 
-    def shuffle(self, suffixes, target, source, other, limits, _) -> None:
+    def do_shfl(self, suffixes, target, source, other, limits, _) -> None:
         """shfl.sync.bfly and .idx over whole warps."""
         if "|" in target or limits != "31" or suffixes[1] not in ("bfly", "idx"):
             raise Unsupported("a form of shfl")
@@ -617,7 +291,7 @@ class Block:
         self.doubtful = None if self.doubtful is None else self.doubtful[thread]
         self.write(target, value)
 
-    def reduce(self, suffixes, target, source, _) -> None:
+    def do_redux(self, suffixes, target, source, _) -> None:
         """redux.sync over whole warps."""
         dtype = TYPES[suffixes[-1]]
         function = {"min": np.min, "max": np.max, "add": np.sum}[suffixes[1]]
@@ -653,7 +327,7 @@ class Block:
         parts = matrix.reshape(self.threads // WARP, 2, 8, -1, 4, 2)
         return parts.transpose(3, 1, 5, 0, 2, 4).reshape(-1, self.threads).astype("f4")
 
-    def mma(self, suffixes, d, a, b, c) -> None:
+    def do_mma(self, suffixes, d, a, b, c) -> None:
         """mma.m16n8k16: d = a b + c, of each warp."""
         kind = suffixes[-2]
         forms = [f"sync.aligned.m16n8k16.row.col.f32.{x}.{x}.f32" for x in ("bf16", "f16")]
@@ -665,7 +339,7 @@ class Block:
         for register, values in zip(d, result, strict=True):
             self.write(register, values)
 
-    def load_matrices(self, suffixes, targets, address) -> None:
+    def do_ldmatrix(self, suffixes, targets, address) -> None:
         """ldmatrix: lane 8 i + r of a warp has the address of row r, 16 bytes, of matrix i."""
         count = len(targets)
         rows = self.lane < 8 * count
@@ -678,7 +352,7 @@ class Block:
             fragment = np.ascontiguousarray(matrices[:, index])
             self.write(register, fragment.reshape(-1).view("u4"))
 
-    def store_matrices(self, suffixes, address, sources) -> None:
+    def do_stmatrix(self, suffixes, address, sources) -> None:
         """stmatrix: the reverse."""
         if "trans" in suffixes:
             raise Unsupported("a form of stmatrix")
@@ -691,7 +365,7 @@ class Block:
 
     # wgmma: a group of four warps multiplies matrices that lie in shared memory
 
-    def wgmma(self, suffixes, *operands) -> None:
+    def do_wgmma(self, suffixes, *operands) -> None:
         """Fences, groups and waits; products."""
         if suffixes[0] == "fence":
             self.since_fence.clear()
@@ -723,7 +397,7 @@ class Block:
         if scales != ("1", "1") or self.active is not None:
             raise Unsupported("a form of wgmma")
         factors = a if isinstance(a, list) else []
-        if self.since_fence.intersection(d, factors):
+        if self.since_fence & {*d, *factors}:
             raise Fault("wgmma uses a register that was written since the last wgmma.fence")
         product = Product(d, factors, [])
         right = self.matrices(b, n, transposed[-1], kind, product).transpose(0, 2, 1)
@@ -788,7 +462,7 @@ class Block:
             raise Unsupported("a state space")
         return self.shared if suffixes[0] == "shared" else self.memory
 
-    def load(self, suffixes, targets, address: Address) -> None:
+    def do_ld(self, suffixes, targets, address: Address) -> None:
         """ld."""
         dtype = TYPES[suffixes[-1]]
         targets = targets if isinstance(targets, list) else [targets]
@@ -805,7 +479,7 @@ class Block:
             values[threads] = loaded[:, index]
             self.write(register, values)
 
-    def store(self, suffixes, address: Address, sources) -> None:
+    def do_st(self, suffixes, address: Address, sources) -> None:
         """st."""
         dtype = TYPES[suffixes[-1]]
         sources = sources if isinstance(sources, list) else [sources]
@@ -816,7 +490,7 @@ class Block:
         self.demand("stored")
         memory.store(places, self.warp[threads], values.view(memory.words.dtype))
 
-    def copy(self, suffixes, *operands) -> None:
+    def do_cp(self, suffixes, *operands) -> None:
         """cp.async. The data arrives when it is waited for, as late as it may."""
         if suffixes[1] == "commit_group":
             self.copy_groups.append(self.copies)
@@ -847,77 +521,45 @@ class Block:
         self.shared.proxy[places] = IN_FLIGHT
         self.copies.append((places, self.warp[threads], data))
 
-    def barrier(self, suffixes, number) -> None:
+    def do_bar(self, suffixes, number) -> None:
         """bar.sync 0, of all threads."""
         if suffixes != ["sync"] or number != "0":
             raise Unsupported("a form of bar")
         self.clock.barriers += 1
 
-    def fence(self, suffixes) -> None:
+    def do_fence(self, suffixes) -> None:
         """fence.proxy.async."""
         if suffixes[:2] != ["proxy", "async"]:
             raise Unsupported("a form of fence")
         self.shared.fence_proxy()
 
 
-def swizzled(descriptor: int, rows: int, transposed: bool):
-    """Addresses of the 16-byte pieces of a matrix (rows, 16) of 16-bit numbers in shared memory.
-
-    (rows, 2), pieces of a row; transposed: (rows / 8, 16), pieces of a column. The matrix is made of
-    tiles: 8 rows (transposed: columns), each 128 bytes wide, or 64 or 32, one after another. In a
-    tile the pieces of a row are permuted: bits 4 to 6 of an address are xored with bits 7 to 9.
-    PTX ISA, "Matrix descriptor format" and "Strides".
-    """
-    begin, leading, stride = (((descriptor >> bit) & 0x3FFF) << 4 for bit in (0, 16, 32))
-    mode = descriptor >> 62
-    if mode == 0 or (descriptor >> 49) & 7:
-        raise Unsupported("a layout of a wgmma's matrix")
-    width = 256 >> mode  # 128, 64, 32 bytes
-    if transposed:
-        across, line = 16 * np.arange(rows // 8)[:, None], np.arange(16)[None, :]
-    else:
-        across, line = 16 * np.arange(2)[None, :], np.arange(rows)[:, None]
-    address = begin + line // 8 * stride + line % 8 * width
-    address = address + across // width * leading + across % width
-    return address ^ ((address >> 7) % (width // 16) << 4)
-
-
-OTHERS = {
-    "mad": Block.multiply_add,
-    "setp": Block.compare,
-    "selp": Block.select,
-    "cvt": Block.convert,
-    "shfl": Block.shuffle,
-    "redux": Block.reduce,
-    "mma": Block.mma,
-    "ldmatrix": Block.load_matrices,
-    "stmatrix": Block.store_matrices,
-    "wgmma": Block.wgmma,
-    "ld": Block.load,
-    "st": Block.store,
-    "cp": Block.copy,
-    "bar": Block.barrier,
-    "fence": Block.fence,
-    "bra": None,  # by Block.step
-    "ret": None,
-}
-
-
 # --- Launches
 
 
-@dataclass
-class Launch:
-    """A kernel and what it is given."""
+NUMBERS = {"i32": "i4", "i64": "i8", "fp32": "f4"}  # Triton's names of argument types
 
-    program: Program
-    arguments: list  # numbers as NumPy has them; pointers u8
-    memory: GlobalMemory
-    clock: Clock
-    grid: tuple[int, int, int]
-    warps: int
-    shared_bytes: int
-    copies_need_fence: bool
+
+class Launch:
+    """A kernel and what it is given. arguments: its numbers; pointers are u8."""
+
+    def __init__(self, ptx: str, binary, pairs: list[tuple], grid, copies_need_fence: bool):
+        self.program, self.clock, self.grid = parse(ptx), Clock(), grid
+        for instruction in self.program.instructions:
+            name = instruction.name
+            if name not in (*ELEMENTWISE, "bra", "ret") and not hasattr(Block, f"do_{name}"):
+                raise Unsupported(instruction.text)
+        self.warps, self.shared_bytes = binary.metadata.num_warps, binary.metadata.shared
+        self.copies_need_fence = copies_need_fence
+        tensors = [value for kind, value in pairs if kind.startswith("*")]
+        self.memory = GlobalMemory(tensors, self.program.word("global"), self.clock)
+        self.arguments = [self.argument(kind, value) for kind, value in pairs]
+
+    def argument(self, kind: str, value):
+        """As the GPU gets it."""
+        if kind.startswith("*"):
+            return np.uint64(self.memory.pointer(value))
+        return np.dtype(NUMBERS[kind]).type(value)
 
     def run(self) -> None:
         """All blocks, one after another."""
@@ -929,9 +571,6 @@ class Launch:
         self.memory.copy_back()
 
 
-NUMBERS = {"i32": "i4", "i64": "i8", "fp32": "f4"}  # Triton's names of argument types
-
-
 def flat_arguments(kind, value) -> Iterator[tuple]:
     """(type, value) of each argument that is not known at compile time."""
     if isinstance(kind, tuple | list):
@@ -939,37 +578,6 @@ def flat_arguments(kind, value) -> Iterator[tuple]:
             yield from flat_arguments(inner_kind, inner)
     elif kind != "constexpr":
         yield kind, value
-
-
-def launch_of(kernel, binary, ptx: str, arguments: dict, grid, copies_need_fence: bool) -> Launch:
-    """What Triton would start."""
-    signature = binary.src.signature
-    given = [
-        pair
-        for name in kernel.arg_names
-        for pair in flat_arguments(signature[name], arguments[name])
-    ]
-    program, clock = parse(ptx), Clock()
-    tensors = [value for kind, value in given if kind.startswith("*")]
-    memory = GlobalMemory(tensors, program.word("global"), clock)
-    values = [
-        np.uint64(memory.pointer(value))
-        if kind.startswith("*")
-        else np.dtype(NUMBERS[kind]).type(value)
-        for kind, value in given
-    ]
-    grid = tuple(grid(arguments)) if callable(grid) else tuple(grid)
-    metadata = binary.metadata
-    return Launch(
-        program,
-        values,
-        memory,
-        clock,
-        grid + (1,) * (3 - len(grid)),
-        metadata.num_warps,
-        metadata.shared,
-        copies_need_fence,
-    )
 
 
 @contextlib.contextmanager
@@ -996,7 +604,12 @@ def on(
             bound = inspect.signature(kernel.fn).bind(*args, **named)
             bound.apply_defaults()
             ptx = change(kernel.__name__, binary.asm["ptx"])
-            launch_of(kernel, binary, ptx, bound.arguments, grid, copies_need_fence).run()
+            kinds = [binary.src.signature[name] for name in kernel.arg_names]
+            values = [bound.arguments[name] for name in kernel.arg_names]
+            pairs = list(flat_arguments(kinds, values))
+            blocks = grid(bound.arguments) if callable(grid) else grid
+            blocks = (*blocks, 1, 1)[:3]
+            Launch(ptx, binary, pairs, blocks, copies_need_fence).run()
 
         changes.enter_context(mock.patch.object(JITFunction, "run", run))
         for module in modules:
