@@ -41,18 +41,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
-from ptx_memory import (
-    COPIED,
-    IN_FLIGHT,
-    SEVERAL,
-    STORED,
-    Clock,
-    Fault,
-    GlobalMemory,
-    Memory,
-    SharedMemory,
-    swizzled,
-)
+from ptx_memory import Clock, Fault, GlobalMemory, Memory, SharedMemory, swizzled
 from ptx_program import (
     COMPARISONS,
     COUNTS,
@@ -375,18 +364,13 @@ class Block:
         elif suffixes[0] == "wait_group":
             while len(self.product_groups) > int(operands[0]):
                 for product in self.product_groups.pop(0):
-                    self.finish_product(product)
+                    for places in product.places:
+                        self.shared.end_product(places)
         else:
             self.start_product(suffixes, *operands)
         in_flight = sum(self.product_groups, self.products)
         self.results_in_flight = {name for product in in_flight for name in product.results}
         self.factors_in_flight = {name for product in in_flight for name in product.factors}
-
-    def finish_product(self, product: Product) -> None:
-        """It has been waited for: it read shared memory until now."""
-        for places in product.places:
-            self.shared.readers[places] -= 1
-            self.shared.read[places] = self.clock.stamp(SEVERAL)
 
     def start_product(self, suffixes, d, a, b, add, *rest) -> None:
         """wgmma.mma_async.m64nNk16: d = a b, or d += a b. a: registers, or as b a descriptor."""
@@ -426,23 +410,13 @@ class Block:
         for word in descriptors[:, 0].tolist():
             address = swizzled(word, rows, transposed).astype("u8")
             places = self.shared.places(address.reshape(-1), 16)
-            words = self.shared.load(places, np.full(len(places), SEVERAL))
-            self.check_proxy(places)
-            self.shared.readers[places] += 1
+            words = self.shared.begin_product(places, self.copies_need_fence)
             product.places.append(places)
             pieces = words.view("u2").reshape(*address.shape, 8)
             if transposed:
                 pieces = pieces.transpose(0, 2, 1)
             found.append(to_fp32(pieces, kind).reshape(rows, 16))
         return np.stack(found)
-
-    def check_proxy(self, places) -> None:
-        """A Fault if the async proxy may not see what was written."""
-        states = self.shared.proxy[places]
-        if (states == STORED).any():
-            raise Fault("wgmma reads what was stored, with no fence.proxy.async since")
-        if self.copies_need_fence and (states == COPIED).any():
-            raise Fault("wgmma reads what cp.async copied, with no fence.proxy.async since")
 
     # loads, stores, copies
 
@@ -497,9 +471,8 @@ class Block:
             self.copies = []
         elif suffixes[1] == "wait_group":
             while len(self.copy_groups) > int(operands[0]):
-                for places, warps, data in self.copy_groups.pop(0):
-                    self.shared.proxy[places] = COPIED
-                    self.shared.store(places, warps, data, COPIED)
+                for copy in self.copy_groups.pop(0):
+                    self.shared.end_copy(*copy)
         elif suffixes[1:] in (["cg", "shared", "global"], ["ca", "shared", "global"]):
             self.start_copy(*operands)
         else:
@@ -517,8 +490,7 @@ class Block:
         sources = self.memory.places(address[full], width)
         words = self.memory.load(sources, self.warp[threads][full])
         data[full] = words.view(data.dtype)
-        self.shared.claim(places, self.warp[threads])
-        self.shared.proxy[places] = IN_FLIGHT
+        self.shared.begin_copy(places, self.warp[threads])
         self.copies.append((places, self.warp[threads], data))
 
     def do_bar(self, suffixes, number) -> None:

@@ -159,10 +159,36 @@ class SharedMemory(Memory):
             raise Fault("shared memory is written before its cp.async was waited for")
         return super().claim(places, warps)
 
-    def store(self, places, warps, data, state=STORED):
-        """As above. state: how the words were written."""
+    def store(self, places, warps, data):
+        """As above."""
         super().store(places, warps, data)
-        self.proxy[places] = state
+        self.proxy[places] = STORED
+
+    def begin_copy(self, places, warps) -> None:
+        """A cp.async by `warps` will write the words."""
+        self.claim(places, warps)
+        self.proxy[places] = IN_FLIGHT
+
+    def end_copy(self, places, warps, data) -> None:
+        """The warps have waited for it."""
+        self.proxy[places] = COPIED
+        super().store(places, warps, data)
+
+    def begin_product(self, places, copies_need_fence: bool):
+        """The words, which a wgmma of four warps reads from now on."""
+        words = self.load(places, np.full(len(places), SEVERAL))
+        states = self.proxy[places]
+        if (states == STORED).any():
+            raise Fault("wgmma reads what was stored, with no fence.proxy.async since")
+        if copies_need_fence and (states == COPIED).any():
+            raise Fault("wgmma reads what cp.async copied, with no fence.proxy.async since")
+        self.readers[places] += 1
+        return words
+
+    def end_product(self, places) -> None:
+        """It has been waited for: it read the words until now."""
+        self.readers[places] -= 1
+        self.read[places] = self.clock.stamp(SEVERAL)
 
     def fence_proxy(self) -> None:
         """Show the async proxy what has been written. Copies in flight are not."""
