@@ -18,6 +18,7 @@ each word, and after how many barriers. What a GPU would do silently is a `Fault
     address          outside of the kernel's tensors, or not a multiple of the access's width
     uninitialised    a register, or a word of shared memory, that nothing has written decides on a
                      result: as an address, a predicate, a stored value, a factor of a product
+                     (not if it is packed beside another: LLVM does that with what it ignores)
 
 Limits. It knows the instructions that attention's and the loss's kernels need on sm_80, sm_86,
 sm_89, sm_90 (wgmma) and sm_120, and refuses others by name (`Unsupported`): no TMA, mbarrier or
@@ -213,7 +214,9 @@ class Block:
                 self.write(register, parts[index :: len(target)])
         else:
             width = TYPES[suffixes[0]].itemsize // len(source)
-            parts = np.stack([self.read(part, f"u{width}") for part in source], 1)
+            # LLVM fills a half that it does not need with a register that nothing writes.
+            used = [part if part in self.registers else "0" for part in source]
+            parts = np.stack([self.read(part, f"u{width}") for part in used], 1)
             self.write(target, parts.view(TYPES[suffixes[0]])[:, 0])
 
     def do_mad(self, suffixes, target, a, b, c) -> None:
