@@ -484,7 +484,7 @@ class Block:
     def start_copy(self, target: Address, source: Address, width, size=None) -> None:
         """width bytes, or zeros where size is 0."""
         width, threads = int(width, 0), self.executing()
-        sizes = self.read(size or width, "u4")[threads] if size else np.full(len(threads), width)
+        sizes = self.read(size, "u4")[threads] if size else np.full(len(threads), width)
         if not np.isin(sizes, (0, width)).all():
             raise Unsupported("a copy of a part")
         places = self.shared.places(self.read_address(target)[threads], width)

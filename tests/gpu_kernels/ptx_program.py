@@ -151,7 +151,7 @@ def several(function: Callable) -> Callable:
 # fmt: off
 ELEMENTWISE = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": fma,
-    "min": several(np.fmin), "max": several(np.fmax), "rem": np.fmod, "ex2": np.exp2,
+    "min": several(np.fmin), "max": several(np.fmax), "ex2": np.exp2,
     "neg": np.negative, "abs": np.abs, "copysign": lambda sign, x: np.copysign(x, sign),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "shl": shift_left, "shr": shift_right, "bfe": bit_field, "mov": lambda x: x,
