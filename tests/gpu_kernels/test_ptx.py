@@ -79,7 +79,7 @@ def test_attention_as_compiled_equals_fp64(arch, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", *OTHER_CHIPS])
 def test_the_loss_as_compiled_equals_fp64(arch):
     with on(arch, cross_entropy):
         losses, log_z, gradient = cross_entropy.compare("cpu", torch.bfloat16, rows=6)
