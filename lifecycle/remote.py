@@ -320,15 +320,17 @@ class Mirror:
     def candidates(self, model_cfg: MPTConfig) -> list:
         """The checkpoints in the store from which this run could go on, newest first. On rank 0.
 
-        UserError if one is of another model, before anything is downloaded.
+        UserError if it is another model's, before anything is downloaded.
         """
         found = []
         for each in remote_checkpoints.published(self.store):
             with contextlib.suppress(FileNotFoundError, object_store.DamagedObject):
                 meta = remote_checkpoints.meta_of(self.store, each)
                 if not resume.has_trained_on(meta, self.cfg.skip_steps):
-                    where = f"{self.store.url}/checkpoints/{each.name}"
-                    resume.check_same(where, meta, model_cfg, self.cfg, meta["data_fingerprint"])
+                    if not found:  # the newest; the data is not known yet
+                        where = f"{self.store.url}/checkpoints/{each.name}"
+                        fingerprint = meta["data_fingerprint"]
+                        resume.check_same(where, meta, model_cfg, self.cfg, fingerprint)
                     found.append(each)
         begins = self.cfg.resume == "never" and not resume.was_restarted()
         require(

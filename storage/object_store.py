@@ -63,6 +63,8 @@ PERMANENT = MISSING | {
     "TokenRefreshRequired": EXPIRED,
     "InvalidToken": "the store does not know this session token: set AWS_SESSION_TOKEN",
     "os error 13": "no permission for this folder",
+    "range was invalid": "the object is shorter than it was",
+    "InvalidRange": "the object is shorter than it was",
 }
 PASSING = {
     "os error 28": "the disk is full",
@@ -79,7 +81,7 @@ TRY_AGAIN = ("400", "408", "409", "425", "429")
 STATUS = re.compile(r"status (?:code: )?(\d{3} [A-Z][A-Za-z ]+)")
 # The store's own reason: <Code>QuotaExceeded</Code><Message>The quota is used up</Message>
 REASON = re.compile(r"(?s)(?:.*?<Code>(\w+)</Code>)?(?:.*?<Message>([ -;=-~]{1,200}))?")
-BAD_NAME = re.compile(r'object with invalid path: .*?Path "(.*?)" ')
+BAD_NAME = re.compile(r'object with invalid path: .*?Path "(.*?)"')
 # Variables with the address of a server, and what the client takes.
 ENDPOINTS = re.compile("(AWS|AZURE|AZURE_STORAGE)_ENDPOINT(_URL|_URL_S3)?")
 HTTP = re.compile(r"https?://[\w.:[\]-]+(/[\w./-]*)?", re.IGNORECASE)
@@ -133,10 +135,12 @@ class Store:
         self.is_down = False  # and has said so
         obstore = import_obstore()
         self.errors = obstore.exceptions
-        self.client = self.attempt(lambda: connect(obstore, url, read_timeout="20s"), "")
+        # Many who ask patiently would ask an overloaded store too often if the client did so, too.
+        retries = RETRIES if tries <= TRIES else 0
+        self.client = self.attempt(lambda: connect(obstore, url, retries, read_timeout="20s"), "")
         # read_timeout counts while sending, too: it would end slow uploads.
         is_local = url.startswith(("file:", "memory:"))
-        self.sender = self.client if is_local else connect(obstore, url)
+        self.sender = self.client if is_local else connect(obstore, url, retries)
 
     # --- whole files
 
@@ -331,7 +335,7 @@ def import_obstore():
     return obstore
 
 
-def connect(obstore, url: str, **timeouts):
+def connect(obstore, url: str, retries: int, **timeouts):
     """A client of obstore, with what its defaults get wrong."""
     kind, _, rest = url.partition("://")
     if kind == "memory":
@@ -343,7 +347,7 @@ def connect(obstore, url: str, **timeouts):
         more["checksum_algorithm"] = "SHA256"  # without it a store keeps damaged uploads
     # `timeout` is for a whole request: 300 s let parts through at 0.3 MB/s.
     options = {"connect_timeout": "5s", "timeout": "300s", "allow_http": True} | timeouts
-    retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=120)}
+    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=120)}
     return obstore.store.from_url(url, client_options=options, retry_config=retry, **more)
 
 
