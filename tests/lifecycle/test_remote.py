@@ -436,13 +436,14 @@ def test_a_thread_that_dies_ends_the_run(in_folder, place, name):
         assert f"RuntimeError: a bug in {name}" in job.log()
 
 
+def copying_fails_on_rank_1(rank):
+    return failing_in_threads(remote.Mirror, "copy", rank) if rank else in_a_hurry({})
+
+
 @pytest.mark.slow
 def test_a_copier_that_dies_on_one_rank_ends_all(in_folder):
-    def fault(rank):
-        return failing_in_threads(remote.Mirror, "copy", rank) if rank else in_a_hurry({})
-
     flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
-    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=fault) as job:
+    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=copying_fails_on_rank_1) as job:
         statuses = job.wait()
         assert statuses[1] == 1 and statuses[0] in (1, 75), job.log()[-3000:]
         assert "a bug in copy" in job.log()
@@ -484,14 +485,14 @@ def test_credentials_that_expire_are_not_waited_for(ranks, tmp_path, tiny_data, 
 
 
 def test_a_remote_of_another_model_is_refused_before_anything_comes_down(ranks, in_folder):
-    assert in_folder.train(ranks(1), "--max_steps=2")[0] == 0
+    assert in_folder.train(ranks(1), "--max_steps=4")[0] == 0
     other = in_folder.folder()
-    status, message, out = in_folder.train(ranks(1), "--max_steps=2", "--d_model=64", folder=other)
+    status, message, out = in_folder.train(ranks(1), "--max_steps=4", "--d_model=64", folder=other)
     assert status == 2 and "another --remote" in message and "downloading" not in out
-    assert f"{in_folder.url}/checkpoints/step-2" in message and "d_model 32 (here 64)" in message
+    assert f"{in_folder.url}/checkpoints/step-4." in message and "d_model 32 (here 64)" in message
     assert not (other / "run/checkpoints").exists()
     elsewhere = f"--remote={in_folder.url}-2"  # what the line advises
-    flags = ["--max_steps=2", "--d_model=64", elsewhere]
+    flags = ["--max_steps=4", "--d_model=64", elsewhere]
     assert in_folder.train(ranks(1), *flags, folder=other)[0] == 0
 
 

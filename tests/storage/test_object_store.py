@@ -210,7 +210,7 @@ def test_a_patient_store_says_once_that_it_waits(store, monkeypatch, capsys):
 
 
 def test_a_name_that_the_client_cannot_read_is_named():
-    """One such object makes lists of all others fail. SeaweedFS takes none: the words of obstore."""
+    """One such object makes lists of all others fail. SeaweedFS has none: obstore's words."""
     for text, name in (
         ('Path "run//x" contained empty path segment', "run//x"),
         ('Error parsing Path "run/./x": Encountered illegal character sequence', "run/./x"),
