@@ -494,8 +494,6 @@ def checked(store, index: Blocks, first: int, last: int) -> bytes:
         try:
             content = store.get(name, begin, end)
         except StoreError as error:
-            if not error.passes:
-                raise UserError(f"{where} cannot be read ({error})") from error
             raise StartAgain(f"{where} cannot be read ({error})") from error
         except FileNotFoundError as error:
             fix = "copy it there again"
