@@ -136,7 +136,7 @@ class Constraints:
         return Constraint(matcher, self.eot, self.ends).copy()
 
     async def require_cheap(self, kind: str, text: str) -> None:
-        """UserError if `constraint` would take too long, or too much memory.
+        """UserError if `constraint` would take too long.
 
         A process of its own finds out, which ends with this call.
         """
@@ -152,7 +152,7 @@ class Constraints:
         finally:
             if trial.returncode is None:
                 trial.kill()
-        most = f"more than {grammar.SECONDS} s of a processor, or too much memory"
+        most = f"more than {grammar.SECONDS} s of a processor"
         fix = "use fewer patternProperties, allOf, smaller multipleOf or repetitions"
         require(not trial.returncode, f"building the {kind} takes {most}: {fix}")
 

@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import re
-import resource
 import signal
 import sys
 
@@ -32,7 +31,6 @@ OPTIONS = {
 }
 MOST_CHARACTERS = 50_000  # of a schema or expression
 SECONDS = 0.5  # of a processor, for building it
-MOST_BYTES = 2**30  # of memory, for the same
 # Of llguidance. They bound a matcher's memory, and the time of a mask.
 LIMITS = {"initial_lexer_fuel": 200_000, "max_lexer_states": 20_000, "verbose_errors": False}
 
@@ -181,8 +179,6 @@ def main() -> None:
     import llguidance
 
     kind, text = json.load(sys.stdin)
-    with contextlib.suppress(ValueError, OSError):  # macOS
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     with contextlib.suppress(UserError):  # said by whoever builds it next
         matcher_of(llguidance.LLTokenizer("byte"), kind, text)
