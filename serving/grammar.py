@@ -1,7 +1,7 @@
 r"""What a JSON schema or a regular expression becomes: a matcher, or the reason why there is none.
 
 The matchers are those of llguidance, which refuses most of what it cannot enforce. What it accepts
-and does not enforce is refused here: `check_schema`. Properties are written in the order of the
+and does not enforce is refused here: `checked_schema`. Properties are written in the order of the
 schema, control characters without \u escapes, and blanks as `BLANKS` says.
 
 Some schemas of 8 kB take minutes to build, and nothing can interrupt llguidance. So each schema is
@@ -47,6 +47,11 @@ UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 # In a regex, as in other servers, digits and letters are those of ASCII; Rust has all of Unicode's.
 ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
+# What llguidance leaves open in these formats: February 29th, the length of a whole name.
+LEAP_YEARS = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+DATE = {"pattern": rf"^(\d{{4}}-(0[13-9]|1|02-([01]|2[0-8]))|{LEAP_YEARS}-02-29)"}
+FORMATS = {"date": DATE, "date-time": DATE, "hostname": {"maxLength": 253}}
+
 SAY_NOTHING = {"title", "description", "default", "examples", "$comment", "$schema", "$id"}
 SAY_NOTHING |= {"$defs", "definitions", "deprecated", "readOnly", "writeOnly"}
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -70,8 +75,8 @@ def matcher_of(vocabulary, kind: str, text: str):
             plain = re.sub(r"(?s)\\(.)", lambda found: ASCII.get(found[1], found[0]), text)
             grammar = make.grammar_from_regex(plain)
         else:
-            check_schema(json.loads(text))
-            grammar = make.grammar_from_json_schema(text, overrides=OPTIONS)
+            schema = checked_schema(json.loads(text))
+            grammar = make.grammar_from_json_schema(json.dumps(schema), overrides=OPTIONS)
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
@@ -87,28 +92,35 @@ def matcher_of(vocabulary, kind: str, text: str):
     return matcher
 
 
-def check_schema(schema: dict) -> None:
-    """UserError for what llguidance would accept without enforcing it, by name.
+def checked_schema(schema: dict) -> dict:
+    """The schema, with what its formats mean. UserError for what would not be enforced, by name.
 
     Looks at every object, also inside of constants: a $ref may point to any of them.
     """
     require("x-guidance" not in schema, f"{PROBLEM}: remove x-guidance, which changes its meaning")
-    objects = []
-    left = [schema]
+    objects, with_formats = [], []
+    left = [(schema, False)]
     while left:
-        node = left.pop()
+        node, is_constant = left.pop()
         if isinstance(node, list):
-            left += node
+            left += [(item, is_constant) for item in node]
         if isinstance(node, str):
             unwritable = f"{PROBLEM}: {node[:40]!r} has a control character, which is never written"
             require(not UNWRITABLE.search(node), unwritable)
         if isinstance(node, dict):
-            left += node.values()
+            constants = ("const", "enum")
+            left += [(value, is_constant or key in constants) for key, value in node.items()]
             objects.append(node)
             check_object(node)
+            if not is_constant and str(node.get("format")) in FORMATS:
+                with_formats.append(node)
     # Bounds of several objects may have to hold for one number.
     for group in [objects] if any(map(merges, objects)) else [[node] for node in objects]:
         check_numbers(group)
+    for node in with_formats:
+        others = node.get("allOf")
+        node["allOf"] = [*(others if isinstance(others, list) else []), FORMATS[node["format"]]]
+    return schema
 
 
 def check_object(node: dict) -> None:
@@ -149,8 +161,8 @@ def check_numbers(group: list[dict]) -> None:
     for name, value in found:
         is_number = not isinstance(value, bool)
         require(is_number, f"{PROBLEM}: {name} is {value}: write a number, as since draft 6")
-        is_exact = abs(value) <= LARGEST
-        require(is_exact, f"{PROBLEM}: {name} is {value}, and limits end at 2**53: remove it")
+        is_exact = abs(value) < LARGEST
+        require(is_exact, f"{PROBLEM}: {name} is {value}, and bounds end before 2**53: remove it")
     # Between 0 and 0.1, llguidance takes a 0 even if it is excluded. So for each whole number.
     parts = [(name, value) for name, value in found if value != int(value)]
     near = {
@@ -160,8 +172,8 @@ def check_numbers(group: list[dict]) -> None:
     for name, value in found:
         other = near.get(name, {}).get(value)
         problem = f"{PROBLEM}: {name} {value} is not enforced beside {other}"
-        beyond = "minimum that is larger" if name == "exclusiveMinimum" else "maximum that is less"
-        require(not other, f"{problem}: write a {beyond} in its place")
+        fix = name.removeprefix("exclusive").lower()
+        require(not other, f"{problem}: write a {fix} beyond {value} in its place")
     steps = {
         node["multipleOf"] for node in group if isinstance(node.get("multipleOf"), int | float)
     }

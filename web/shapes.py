@@ -244,6 +244,8 @@ class ChatRequest(Generation):
     @property
     def n_logprobs(self) -> int | None:
         """As for a completion."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: set it to true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
