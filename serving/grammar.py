@@ -52,8 +52,10 @@ LEAP_YEARS = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00
 DATE = {"pattern": rf"^(\d{{4}}-(0[13-9]|1|02-([01]|2[0-8]))|{LEAP_YEARS}-02-29)"}
 FORMATS = {"date": DATE, "date-time": DATE, "hostname": {"maxLength": 253}}
 
-SAY_NOTHING = {"title", "description", "default", "examples", "$comment", "$schema", "$id"}
-SAY_NOTHING |= {"$defs", "definitions", "deprecated", "readOnly", "writeOnly"}
+SAY_NOTHING = set(
+    "title description default examples $comment $schema $id $defs definitions deprecated "
+    "readOnly writeOnly".split()
+)
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 LARGEST = 2**53  # of a bound: llguidance computes with floats of 64 bits
 
