@@ -43,6 +43,10 @@ MIN_COST = 32
 AHEAD = 4  # waiting texts whose adapters are loaded in advance
 
 
+class NotFinite(UserError):
+    """The model gives no probabilities: no request is at fault."""
+
+
 @dataclass(eq=False)
 class Request:
     """A text that somebody waits for.
@@ -129,7 +133,8 @@ class Engine:
         fix = "shorten the prompt or lower max_new_tokens"
         fits = text.max_length <= self.max_tokens
         require(fits, f"{parts} are more than {self.max_tokens} together: {fix}")
-        require(text.max_new_tokens >= 1, "max_new_tokens must be 1 or more")
+        least = 1 if request.of_prompt is None else 0
+        require(text.max_new_tokens >= least, f"max_new_tokens must be {least} or more")
         require((request.n_logprobs or 0) >= 0, "n_logprobs must be 0 or more")
         no_bank = f"no adapters are served here, so not {text.adapter}: leave the adapter out"
         require(self.bank or text.adapter == BASE, no_bank)
@@ -280,8 +285,13 @@ class Engine:
                 self.rows.join(cache)
                 self.running.append(request)
                 self.reading = self.prompt = None
-                self.add_tokens([request], logits)
-                self.speed.prompts += 1
+                if text.max_new_tokens:
+                    self.add_tokens([request], logits)
+                    self.speed.prompts += 1
+                else:  # its prompt was to be read, no more
+                    text.end = "max_new_tokens"
+                    self.events.append(Event(request, end=text.end))
+                    self.remove(request)
                 if not request.error:
                     self.prefixes.keep(cache, self.prefix_start(text), text.ids[: text.n_prompt])
         except Exception as error:
@@ -337,7 +347,10 @@ class Engine:
         is_finite = logits.sum(dim=-1).isfinite().tolist()  # waits for the device
         for row, request in enumerate(requests):
             try:
-                require(is_finite[row], "the logits are not finite: try --precision=fp32")
+                if not is_finite[row]:
+                    fix = {torch.float32: "train again from an earlier checkpoint"}
+                    fix = fix.get(self.decoder.dtype, "try --precision=fp32")
+                    raise NotFinite(f"the logits are not finite: {fix}")
                 if request.constraint:
                     forbid(logits[row], request.constraint.mask())
             except Exception as error:  # it ends this text alone
