@@ -308,7 +308,9 @@ class Engine:
         requests = list(self.running)
         try:
             cache = self.rows.for_next_token()
-            logits = self.logits(requests, [request.text.ids[-1:] for request in requests], cache)
+            n_columns = self.rows.end - min(self.rows.pads)  # that the step sees
+            last_ids = [request.text.ids[-1:] for request in requests]
+            logits = self.logits(requests, last_ids, cache, self.rows.graphs)
             self.add_tokens(requests, logits)
         except Exception as error:  # such as: no memory. No text can go on without this token
             for request in reversed(requests):
@@ -317,13 +319,13 @@ class Engine:
         self.speed.steps += 1
         self.speed.tokens += len(requests)
         self.speed.seconds += time.perf_counter() - begin
-        self.speed.cached_tokens += len(requests) * cache.length
+        self.speed.cached_tokens += len(requests) * n_columns
         self.speed.adapter_bytes += self.bank.bytes_per_step if self.bank else 0
 
     def logits(self, requests: list[Request], ids: list[list[int]], cache, decode=None):
         """The logits (n, V) of the next token of n texts, whose last tokens are `ids` (n, T).
 
-        decode: another method of the decoder.
+        decode: another method of the decoder, or the graphs of its steps.
         """
         if self.bank:
             self.bank.use([request.text.adapter for request in requests])
