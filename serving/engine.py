@@ -335,19 +335,20 @@ class Engine:
     def add_tokens(self, requests: list[Request], logits) -> None:
         """Draw the next token of n running texts from logits (n, V), and add it to them."""
         log_p = log_probabilities(requests, logits)
+        is_finite = logits.sum(dim=-1).isfinite()
         errors = [None] * len(requests)
-        is_finite = logits.sum(dim=-1).isfinite().tolist()  # waits for the device
         for row, request in enumerate(requests):
-            try:
-                require(is_finite[row], "the logits are not finite: try --precision=fp32")
-                if request.constraint:
+            if request.constraint:
+                try:
                     forbid(logits[row], request.constraint.mask())
-            except Exception as error:  # it ends this text alone
-                errors[row] = error
+                except Exception as error:  # it ends this text alone
+                    errors[row] = error
 
-        tokens = draw(requests, logits)
+        drawn = torch.stack([draw(requests, logits), is_finite])
+        tokens, is_finite = drawn.tolist()  # waits for the device
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             try:
+                require(is_finite[row], "the logits are not finite: try --precision=fp32")
                 if request.constraint and not errors[row]:
                     request.constraint.accept(token)
             except Exception as error:
@@ -392,19 +393,19 @@ def forbid(logits, mask) -> None:
     logits.masked_fill_(mask.to(logits.device) == 0, -torch.inf)
 
 
-def draw(requests: list[Request], logits) -> list[int]:
-    """A token for each row of logits (n, V), with one call for all rows of equal settings."""
+def draw(requests: list[Request], logits) -> torch.Tensor:
+    """A token for each row of logits (n, V): (n,). One call draws for all rows of equal settings."""
     groups = defaultdict(list)
     for row, request in enumerate(requests):
         groups[request.sampling].append(row)
-    tokens = [0] * len(requests)
+    tokens = logits.new_empty(len(requests), dtype=torch.int64)
     for sampling, rows in groups.items():
         texts = [requests[row].text for row in rows]
         uniforms = torch.stack([text.uniforms[text.new_tokens] for text in texts])
-        of_group = logits if len(rows) == len(requests) else logits[rows]
-        drawn = sample(of_group, **vars(sampling), uniform=uniforms.to(logits.device))
-        for row, token in zip(rows, drawn.tolist(), strict=True):
-            tokens[row] = token
+        uniforms = uniforms.to(logits.device, non_blocking=True)  # the step may still run
+        if len(groups) == 1:
+            return sample(logits, **vars(sampling), uniform=uniforms)
+        tokens[rows] = sample(logits[rows], **vars(sampling), uniform=uniforms)
     return tokens
 
 
