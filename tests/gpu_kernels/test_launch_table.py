@@ -100,6 +100,7 @@ OTHERS = [dict(causal=False), dict(documents=True), dict(group=4)]
 OTHERS += [dict(dtype="float16"), dict(dtype="float32")]
 OTHERS += [dict(lengths=(1, 77)), dict(lengths=(1, 1), documents=True)]
 OTHERS += [dict(lengths=(33, 77), causal=False)]
+OF_A_STEP = dict(lengths=(1, 512), documents=True, group=4)  # takes ONE_QUERY
 
 
 def cases_of(head_dims, settings, archs=SHARED):
@@ -111,6 +112,7 @@ CASES = [
     (arch, D, pass_name, HARDEST[pass_name])
     for arch, D, pass_name in itertools.product(SHARED, (64, 128), PASSES)
 ]
+CASES += [(arch, D, "forward", OF_A_STEP) for arch, D in itertools.product(SHARED, (64, 128))]
 MORE = [case for case in cases_of((64, 128), USUAL) if case not in CASES]
 MORE += cases_of((64, 128), OTHERS)
 MORE += cases_of((96,), USUAL)
@@ -228,6 +230,8 @@ def test_a_head_takes_the_narrowest_rows_that_hold_it(arch, head_dim, column, ca
         expected = LAUNCH[SAME_ROWS.get(arch, arch), column][pass_name]
         assert row_for(arch, head_dim, pass_name, torch.bfloat16) == expected
         assert row_for(arch, head_dim, pass_name, torch.float32) == UNKNOWN
+    one_query = row_for(arch, head_dim, "forward", torch.bfloat16, n_queries=1)
+    assert one_query == launch_table.ONE_QUERY
     assert capsys.readouterr().err == ""
 
 
