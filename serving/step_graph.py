@@ -49,7 +49,9 @@ class StepCache(KVCache):
 
     def __post_init__(self):
         self.pad = torch.minimum(self.pad, self.end)  # a row that is left over begins at the end
-        self.window = attention.Window(self.pad, (self.end + 1).expand_as(self.pad), self.k.shape[3])
+        self.window = attention.Window(
+            self.pad, (self.end + 1).expand_as(self.pad), self.k.shape[3]
+        )
 
     def positions(self, n_tokens):
         return (self.end - self.pad)[:, None]

@@ -372,7 +372,9 @@ def error_of_a_step(world, more):
     return ((logits - wanted).abs().max() / wanted.abs().max()).item()
 
 
-@pytest.mark.parametrize("more", [{"alibi": True, "kv_n_heads": 2}, slowly({"rope": True})], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"alibi": True, "kv_n_heads": 2}, slowly({"rope": True})], ids=str
+)
 def test_a_captured_step_equals_the_whole_text_in_fp64(more, interpreted):
     assert interpreted(error_of_a_step, more)[0] < 1e-5
 
