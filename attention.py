@@ -124,10 +124,11 @@ def attention(
     q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D), H a multiple of Hkv. The queries are the last Tq of the
     Tk positions, as in decoding on a cache. alibi_slopes: (H,) fp32, or None for no ALiBi.
     softmax_scale: None means 1 / sqrt(D). sequence_ids: (B, Tk) integers, or None: documents lie
-    one after another, each with its own id, and do not see each other. window: see `Window`. qkv: the fused projection's
-    output, (B, T, (H + 2 Hkv) * D), if q, k, v are views of it: `triton` then makes its gradient in
-    one piece, where autograd would join dq, dk and dv in a copy. UserError for an unknown `impl`,
-    or one that cannot do what the arguments ask for.
+    one after another, each with its own id, and do not see each other. window: the keys that a
+    single query sees, instead of all; the causal implementations alone know it. qkv: the fused
+    projection's output, (B, T, (H + 2 Hkv) * D), if q, k, v are views of it: `triton` then makes
+    its gradient in one piece, where autograd would join dq, dk and dv in a copy. UserError for an
+    unknown `impl`, or one that cannot do what the arguments ask for.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     has_alibi = alibi_slopes is not None
@@ -332,10 +333,10 @@ def one_query_attention(q, k, v, slopes, scale, sequence_ids):
 
 
 def grouped_attention(q, k, v, bias, scale):
-    """SDPA of one query, q (B, H, 1, D); k, v (B, Hkv, Tk, D); bias (B or 1, H or 1, 1, Tk) or None.
+    """SDPA of one query, q (B, H, 1, D), and keys (B, Hkv, Tk, D).
 
-    The query heads that share a key head become the queries of that head, (B, Hkv, H / Hkv, D), so
-    keys and values need not be repeated.
+    bias: (B or 1, H or 1, 1, Tk), or None. The query heads that share a key head become the queries
+    of that head, (B, Hkv, H / Hkv, D), so keys and values need not be repeated.
     """
     B, H, _, D = q.shape
     n_key_heads, n_keys = k.shape[1:3]
@@ -373,7 +374,7 @@ class Window:
         return bounds
 
     def bias(self, slopes):
-        """What is added to the scores, fp32 (B, H or 1, 1, n_keys). The slopes are those of all layers."""
+        """What is added to the scores, (B, H or 1, 1, n_keys) fp32. All layers share it."""
         if self.shared_bias is None:
             j = torch.arange(self.n_keys, device=self.first.device)
             distance = self.last[:, None] - 1 - j  # (B, n_keys)

@@ -6,9 +6,10 @@
 It reads prompts of 32 tokens and writes 32 more, with a cache. Timed are the steps after the
 prompt; figures are medians of several turns, of which the first does not count: on a GPU it
 captures CUDA graphs (serving/step_graph.py). --engine=32 adds serving/engine.py with 32 texts at a
-time, and all that it does on the host. fp32 and bf16 are the dtype of the weights; the cache is fp32 on a CPU. The limit is the time
-in which a GPU reads weights and cache once, at the bandwidth of its datasheet
-(planning/decode_time.py): a token takes at least as long. n/a if devices.py does not know the GPU.
+time, and all that it does on the host. fp32 and bf16 are the dtype of the weights; the cache is
+fp32 on a CPU. The limit is the time in which a GPU reads weights and cache once, at the bandwidth
+of its datasheet (planning/decode_time.py): a token takes at least as long. n/a if devices.py does
+not know the GPU.
 
 `python -m bench beside generate` takes turns with transformers' `generate`.
 """
@@ -47,8 +48,8 @@ VOCAB = 50368
 PROMPT_TOKENS = 32
 NEW_TOKENS = 32
 DRAWS = {"greedy": {"temperature": 0}, "top_k 50": {"temperature": 0.8, "top_k": 50}}
-COLUMNS = ["shape", "weights", "batch", "tokens", "ms a token", "least", "limit, ms a token"]
-COLUMNS += ["tokens/s"]
+TIMES = ["ms a token", "least", "limit, ms a token", "tokens/s"]
+COLUMNS = ["shape", "weights", "batch", "tokens", *TIMES]
 
 
 @dataclass

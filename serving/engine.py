@@ -394,7 +394,7 @@ def forbid(logits, mask) -> None:
 
 
 def draw(requests: list[Request], logits) -> torch.Tensor:
-    """A token for each row of logits (n, V): (n,). One call draws for all rows of equal settings."""
+    """A token for each row of logits (n, V): (n,). Rows of equal settings are drawn in one call."""
     groups = defaultdict(list)
     for row, request in enumerate(requests):
         groups[request.sampling].append(row)

@@ -8,7 +8,7 @@ kernel of attention.py know already:
     row 1    . t t t t t t t t t      pad 1, the longest text: a step reads columns 1 to 9
     row 2    . . . . . . . t t t      pad 7: a text that has just joined
 
-With CUDA graphs (serving/step_graph.py) a step is given all columns, and sees the same part of them.
+With CUDA graphs (serving/step_graph.py) a step gets all columns, and sees the same part of them.
 
 A text joins when its keys and values are copied to the right end of a row. When it leaves, the last
 row takes its place. When all columns are used, the rows are shifted to the left.

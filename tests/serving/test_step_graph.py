@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "memory_of_nan")
 
 @pytest.fixture
 def made(monkeypatch):
-    """Steps are captured, by the recorder. Returns all graphs so far. Columns come in fine steps."""
+    """Steps are captured, by the recorder. Returns all graphs so far. The first has 8 columns."""
     graphs = []
 
     class Graph(recorded.Graph):
