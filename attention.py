@@ -373,8 +373,8 @@ class Window:
         bounds[:, :, -1] = torch.stack([self.first, self.last], dim=1)
         return bounds
 
-    def bias(self, slopes):
-        """What is added to the scores, (B, H or 1, 1, n_keys) fp32. All layers share it."""
+    def bias(self, slopes, dtype):
+        """What is added to the scores, (B, H or 1, 1, n_keys). All layers share it."""
         if self.shared_bias is None:
             j = torch.arange(self.n_keys, device=self.first.device)
             distance = self.last[:, None] - 1 - j  # (B, n_keys)
@@ -383,7 +383,7 @@ class Window:
                 bias = torch.zeros(hidden.shape, device=hidden.device)[:, None, None]
             else:
                 bias = -slopes[:, None, None] * distance[:, None, None]
-            self.shared_bias = bias.masked_fill(hidden[:, None, None], -math.inf)
+            self.shared_bias = bias.masked_fill(hidden[:, None, None], -math.inf).to(dtype)
         return self.shared_bias
 
 
@@ -393,7 +393,7 @@ def window_attention(q, k, v, impl, slopes, scale, window):
         from gpu_kernels.flash_attention import forward_operator
 
         return forward_operator(q, k, v, slopes, window.bounds, True, scale)[0]
-    return grouped_attention(q, k, v, window.bias(slopes), scale)
+    return grouped_attention(q, k, v, window.bias(slopes, q.dtype), scale)
 
 
 def one_query_kernel(impl, device, dtype, head_dim) -> bool:
