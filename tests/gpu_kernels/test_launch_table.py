@@ -55,7 +55,7 @@ SLACK = 0 if PINNED else 384  # bytes more, for other versions of the compiler
 
 def facts(binary):
     """What the test checks: shared memory (bytes), warp size, spilled bytes, instructions."""
-    of_one_warp = binary.asm.get("ptx", "").count(" mma.sync")  # also where larger ones exist
+    of_one_warp = binary.asm.get("ptx", "").count("mma.sync")  # also where larger ones exist
     return dataclasses.asdict(compiled.facts(binary)) | {"of one warp": of_one_warp}
 
 
