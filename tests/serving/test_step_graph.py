@@ -151,6 +151,17 @@ def test_what_a_failed_text_leaves_behind_is_hidden(more, message, in_engines):
         assert_as_alone(decode, *short)
 
 
+def test_a_row_is_clean_after_a_text_that_failed(in_engines):
+    """It may leave NaN, also in columns that a shorter text has not reached yet."""
+    decode = served()
+    engine = Engine(decode, n_rows=1)
+    finished(engine, request("y" * 50, 12))
+    for kv in (engine.rows.cache.k, engine.rows.cache.v):
+        kv[:, 0, :, :60] = torch.nan
+    finished(engine, short := request("z", 12))
+    assert_as_alone(decode, short)
+
+
 def test_constraints_and_log_probabilities(in_engines):
     decode = served()
     bound = request("the river", 10, Sampling(0.8), constraint=Digits(), n_logprobs=2)
@@ -163,9 +174,9 @@ def test_constraints_and_log_probabilities(in_engines):
 
 def test_few_graphs_are_kept(in_engines, monkeypatch):
     monkeypatch.setattr(step_graph, "MOST_GRAPHS", 2)
-    decode = served()
+    decode = served("learned")
     engine = Engine(decode, n_rows=8, max_tokens=110)
-    texts = [request("x" * (9 * i), 5 + 5 * i, seed=i) for i in range(8)]
+    texts = [request("x" * (9 * i), 5 + 5 * i, kind="learned", seed=i) for i in range(8)]
     for one in texts:
         engine.submit(one)
     while engine.is_busy:
