@@ -6,7 +6,9 @@ each step feeds one token. It reads all weights and the whole cache, so memory b
     seconds of a step >= (bytes of weights + bytes of keys and values) / memory bandwidth
 
 So the weights become bf16 where that is fast (`pick_dtype`), and on a CPU they are packed as its
-kernels read them (serving/packed_linear.py). planning/decode_time.py predicts the time of a step.
+kernels read them (serving/packed_linear.py). On a GPU, starting the kernels of a step from Python
+would take longer than the step, so it is captured (serving/step_graph.py).
+planning/decode_time.py predicts the time of a step.
 
 Run `python -m serving.decoder` to see what the cache saves.
 """
@@ -20,6 +22,7 @@ import devices
 from config import MPTConfig
 from model import MPT, KVCache, init_weights
 from program import arguments, run
+from serving import step_graph
 from serving.packed_linear import PackedLinear, can_pack, pack_linear_layers
 from serving.sampling import sample
 
@@ -37,6 +40,7 @@ class Decoder:
         self.model = model.to(dtype).eval()
         self.cfg = model.cfg
         self.bank = None  # of adapters: serving/adapters.py puts one on
+        self.graphs = None  # of steps, which `generate` keeps for the next call
         output_weight = model.output_weight
         self.device = output_weight.device
         self.dtype = output_weight.dtype
@@ -81,14 +85,22 @@ def generate(
     B, T = ids.shape
     if cfg.learned_positions:
         max_new_tokens = min(max_new_tokens, cfg.max_seq_len + 1 - T)
-    cache = decoder.model.new_cache(B, T + max_new_tokens, decoder.cache_dtype, pad)
+    graphs = step_graph.borrow(decoder, B, T + max_new_tokens)
+    if graphs:
+        cache = graphs.empty(B, pad)
+    else:
+        cache = decoder.model.new_cache(B, T + max_new_tokens, decoder.cache_dtype, pad)
 
-    for step in range(max_new_tokens):
-        logits = decoder(ids, cache)  # step 0 is the prefill
-        uniform = None if uniforms is None else uniforms[:, step]
-        token = sample(logits, temperature, top_k, top_p, uniform)
-        yield token
-        ids = token[:, None]
+    try:
+        for step in range(max_new_tokens):
+            decode = graphs if graphs and step > 0 else decoder  # step 0 is the prefill
+            logits = decode(ids, cache)
+            uniform = None if uniforms is None else uniforms[:, step]
+            token = sample(logits, temperature, top_k, top_p, uniform)
+            yield token
+            ids = token[:, None]
+    finally:
+        decoder.graphs = graphs
 
 
 def pick_dtype(precision: str, device: torch.device) -> torch.dtype:
