@@ -25,7 +25,13 @@ KEYS = ["a-key-of-the-tests-0001", "a-key-of-the-tests-0002"]
 
 def client_of(folder, base="base", upload_bytes=8 * 2**20, key=KEYS[0], chat_template=""):
     """A client of files and jobs in folder/jobs. base: the path of what is finetuned."""
-    finetuning = Finetuning(folder / "jobs", str(base), str(chat_template), upload_bytes)
+    finetuning = Finetuning(
+        folder=folder / "jobs",
+        base=str(base),
+        chat_template=str(chat_template),
+        upload_bytes=upload_bytes,
+        worker="python -m web.worker jobs",
+    )
     finetuning.make_folders()
     service = types.SimpleNamespace(
         finetuning=finetuning,

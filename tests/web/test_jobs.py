@@ -297,7 +297,7 @@ def test_a_file_of_its_own_is_held_out(tiny_run, tmp_path):
         of_train = tmp_path / "jobs/files" / job.asked["training_file"] / "data.jsonl"
         of_train.write_bytes(lines(n_train, "t"))
         job.asked["validation_file"] = upload(client, lines(n_held_out, "v"))
-        val_every = write_lines(job, tmp_path / "data.jsonl")
+        val_every, _ = write_lines(job, tmp_path / "data.jsonl")
         rows = (tmp_path / "data.jsonl").read_text().splitlines()
         held_out = [json.loads(row)["response"] for row in rows[::val_every]]
         learned = [json.loads(row)["response"] for n, row in enumerate(rows) if n % val_every]

@@ -56,7 +56,7 @@ WRONG = [  # lines, numbers of those that are wrong
     (["{"] * 150, list(range(1, 101))),
     ([], [1]),
     (["", "  "], [1]),
-    ([GOOD.encode("utf-16")], [1]),
+    ([GOOD.encode("utf-16-le")], [1]),
 ]
 
 
