@@ -288,28 +288,22 @@ def write_lines(job: Job, path: Path) -> tuple[int, str]:
         n_given = sum(1 for _ in lines_of(job, validation_file))
         require(n_given, f"{validation_file} has no line")
         val_every = max(2, math.ceil((n_lines + n_given) / n_given))
+        n_places = n_lines + math.ceil(n_lines / (val_every - 1))
         learned, held_out = lines_of(job, training_file), lines_of(job, validation_file)
     else:
         val_every = min(50, max(10, n_lines // 20))
+        n_places = n_lines
         last = n_lines - 1
         chosen = [at % val_every == val_every - 1 or at == last for at in range(n_lines)]
         learned = itertools.compress(lines_of(job, training_file), map(operator.not_, chosen))
         held_out = itertools.compress(lines_of(job, training_file), chosen)
-    numbers = []
-    place = 0
+    numbers = []  # of the lines that are held out
     with path.open("wb") as out:
-        for _, line in learned:
-            if place % val_every == 0:
-                number, example = next(held_out)
-                numbers.append(number)
-                out.write(example)
-                place += 1
+        for place in range(n_places):
+            is_held_out = place % val_every == 0
+            number, line = next(held_out if is_held_out else learned)
             out.write(line)
-            place += 1
-        if place % val_every == 0:
-            for number, example in itertools.islice(held_out, 1):
-                numbers.append(number)
-                out.write(example)
+            numbers += [number] * is_held_out
     shown = ", ".join(map(str, numbers[:LINES_SHOWN]))
     rest = f", ..., {numbers[-1]}" if len(numbers) > LINES_SHOWN else ""
     where = " of the validation file" if validation_file else ""
