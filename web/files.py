@@ -190,10 +190,10 @@ def fault_of(line: bytes, template: chat.Template) -> str:
 
 
 async def check_apart(path: Path, chat_template: str, reserved: dict) -> tuple[int, list[dict]]:
-    """The same by another process, which gives way to all others and ends with its request."""
+    """The same by another process, which gives way to texts and ends with its request."""
     tokens = {name: dataclasses.asdict(token) for name, token in reserved.items()}
     given = json.dumps({"chat_template": chat_template, "reserved": tokens}).encode()
-    words = ["nice", "-n19", sys.executable, "-m", "web.files", str(path)]
+    words = ["nice", "-n5", sys.executable, "-m", "web.files", str(path)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stdin=pipe, stdout=pipe)
     try:
@@ -213,10 +213,11 @@ def copy_as_utf8(source, out) -> None:
     encodings = [name for mark, name in corpus.BYTE_ORDER_MARKS.items() if head.startswith(mark)]
     if not encodings:
         return shutil.copyfileobj(source, out)
-    reader = codecs.getreader(encodings[0])(source)
+    decoder = codecs.getincrementaldecoder(encodings[0])()
     try:
-        while text := reader.read(2**20):
-            out.write(text.encode())
+        while piece := source.read(2**20):
+            out.write(decoder.decode(piece).encode())
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         problem = f"the file begins as {encodings[0]}, and is not: save it as UTF-8"
         raise ApiError(400, problem, param="file", code="invalid_file") from error

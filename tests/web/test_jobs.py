@@ -186,6 +186,10 @@ def test_a_long_training_has_few_events(tmp_path):
     assert time.process_time() - begun < 0.5
 
 
+META = {"step": 10, "seed": 1, "global_batch_size": 1, "tokenizer": "bytes", "precision": "fp32"}
+META |= {"data_fingerprint": "x", "lora_rank": 4, "init_from": "base"}  # of a checkpoint
+
+
 def test_a_job_cancelled_after_its_last_step_succeeds(tmp_path):
     """Its model is served already."""
     client = client_of(tmp_path)
@@ -200,7 +204,7 @@ def test_a_job_cancelled_after_its_last_step_succeeds(tmp_path):
         folder = job.run_dir / "checkpoints/step-10"
         folder.mkdir(parents=True)
         (folder / ".metadata").touch()
-        (folder / "meta.json").write_text('{"lora_rank": 4, "init_from": "base"}')
+        (folder / "meta.json").write_text(json.dumps(META))
     answer = client.post(f"{JOBS}/{late.id}/cancel")
     assert answer.status_code == 400 and "ended already" in answer.text
     assert status(client, early.id) == "running"
