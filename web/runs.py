@@ -196,7 +196,7 @@ class Runs:
         with self.curve_lock:
             record = self.read(folder).record(scores)
         try:
-            return card.page(folder, name, record)
+            return public(card.page(folder, name, record))
         except (UserError, OSError) as error:
             raise ApiError(404, f"the run {name[:100]!r} has no card: {words_of(error)}") from error
 
