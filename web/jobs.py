@@ -15,13 +15,11 @@ to be alive.
 
     JOBS/heartbeat             touched by each worker every few seconds
 
-Each evaluation is an event as well. It is not copied: the server reads it from the metrics of the
-run folder (lifecycle/runlog.py), whose whole curve web/runs.py shows.
+Losses are no events: web/runs.py shows the curve of the run folder.
 """
 
 import bisect
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -287,9 +285,9 @@ def add_history(app: FastAPI, folder: Path, runs: Runs) -> None:
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/events")
     def events(job_id: str, after: str | None = None, limit: Limit = 20):
-        """What has happened, the newest first: messages, and the losses of evaluations."""
+        """What has happened, the newest first."""
         with on_disk():
-            found = events_of(Job(place(folder, job_id, "ftjob")), runs)
+            found = events_of(Job(place(folder, job_id, "ftjob")))
             return as_json(page_of(found[::-1], after, limit))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
@@ -411,12 +409,15 @@ def job_object(job: Job, runs: Runs) -> dict:
         asked = job.asked
     status = state["status"]
     chosen = asked.get("hyperparameters", {})
+    progress = progress_of(job, runs)
+    if status != "running":
+        progress.pop("estimated_finish", None)
     return {
         "id": job.id,
         "object": "fine_tuning.job",
         "created_at": job.created_at,
         "finished_at": state.get("finished_at") if status in ENDED else None,
-        "estimated_finish": estimated_finish(job, runs) if status == "running" else None,
+        "estimated_finish": None,
         "model": asked["model"],
         "fine_tuned_model": asked["fine_tuned_model"] if status == "succeeded" else None,
         "organization_id": "mpt",
@@ -431,8 +432,7 @@ def job_object(job: Job, runs: Runs) -> dict:
         "method": {"type": "supervised", "supervised": {"hyperparameters": chosen}},
         "metadata": asked["metadata"],
         "integrations": [],
-        "progress": progress_of(job, runs),
-    }
+    } | progress
 
 
 @contextlib.contextmanager
@@ -445,82 +445,44 @@ def metrics_of(job: Job, runs: Runs):
         yield runs.read(job.run_dir) if n_steps else Columns(Path()), n_steps
 
 
-def progress_of(job: Job, runs: Runs) -> dict | None:
-    """How far a training is, and the name of its run in /api/runs; None before it begins."""
-    with metrics_of(job, runs) as (columns, n_steps):
-        if not n_steps:
-            return None
-        step = columns.steps[-1] if columns.steps else 0
-        return {"run": f"jobs/{job.run_dir.name}", "step": step, "total_steps": n_steps}
+def progress_of(job: Job, runs: Runs) -> dict:
+    """How far a training is, and when it will end; nothing before it begins.
 
-
-def estimated_finish(job: Job, runs: Runs) -> int | None:
-    """When a training will end, in Unix seconds; None if that is not known, or it is late.
-
-    It is counted from the last step: of a training that stands still it does not move.
+    run: its name in /api/runs. The end is counted from the last step: of a training that stands
+    still it does not move. None if it is not known, or late.
     """
-    with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(OSError):
+    with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(UserError, OSError):
+        step = columns.steps[-1] if columns.steps else 0
+        progress = {"run": f"jobs/{job.run_dir.name}", "step": step, "total_steps": n_steps}
         seconds = [passed for passed in columns.values["seconds"][-100:] if math.isfinite(passed)]
-        if seconds:
-            written_at = (job.run_dir / "metrics.jsonl").stat().st_mtime
-            finish = written_at + (n_steps - columns.steps[-1]) * statistics.median(seconds)
-            return int(finish) if time.time() < finish < math.inf else None
-    return None
+        if not seconds:
+            return {"progress": progress if n_steps else None}
+        written_at = (job.run_dir / "metrics.jsonl").stat().st_mtime
+        finish = written_at + (n_steps - step) * statistics.median(seconds)
+        is_known = time.time() < finish < math.inf
+        return {"progress": progress, "estimated_finish": int(finish) if is_known else None}
+    return {"progress": None}
 
 
-def events_of(job: Job, runs: Runs) -> list[dict]:
-    """All events of a job, oldest first: the lines of events.jsonl, and its evaluations."""
-    timed = evaluations_of(job, runs)
+def events_of(job: Job) -> list[dict]:
+    """The events of a job, oldest first: the lines of events.jsonl."""
+    rows = []
     fields = {"created_at": float, "level": str, "message": str}
     with contextlib.suppress(UserError, OSError):
         rows, _ = files.read_json_lines(job.folder / "events.jsonl", fields, appended=True)
-        for number, row in enumerate(rows):
-            event = {"type": "message", "level": row["level"], "message": public(row["message"])}
-            timed.append((row["created_at"], event | {"id": f"{number:06}", "data": None}))
-    timed.sort(key=lambda pair: pair[0])
     return [
-        event
-        | {
-            "id": f"ftevent-{job.id.removeprefix('ftjob-')}-{event['id']}",
+        {
+            "id": f"ftevent-{job.id.removeprefix('ftjob-')}-{number:06}",
             "object": "fine_tuning.job.event",
-            "created_at": int(seconds),
+            "created_at": int(row["created_at"]),
+            "level": row["level"],
+            "message": public(row["message"]),
+            "type": "message",
+            "data": None,
         }
-        for seconds, event in timed
-        if math.isfinite(seconds)
+        for number, row in enumerate(rows)
+        if math.isfinite(row["created_at"])
     ]
-
-
-def evaluations_of(job: Job, runs: Runs) -> list[tuple[float, dict]]:
-    """(Unix seconds, event) of each evaluation. Rows of metrics have no time: the seconds of steps
-    add up from the time at which the training was started.
-    """
-    launches = []
-    with contextlib.suppress(UserError, OSError):
-        launches = runlog.read_launches(job.run_dir)
-    starts = sorted((row.get("first_step", 0), unix_seconds(row.get("time"))) for row in launches)
-    starts = starts or [(0, 0.0)]
-    events = []
-    with metrics_of(job, runs) as (columns, n_steps):
-        for step, loss in columns.vals:
-            first, begun = starts[max(0, bisect.bisect_left(starts, (step, 0.0)) - 1)]
-            begin, end = (bisect.bisect_right(columns.steps, at) for at in (first, step))
-            seconds = filter(math.isfinite, columns.values["seconds"][begin:end])
-            losses = {"train_loss": loss_at(columns, step), "valid_loss": loss}
-            words = ("training loss", "held-out loss")
-            known = [
-                f"{name} {value:.4f}"
-                for name, value in zip(words, losses.values(), strict=True)
-                if value is not None and math.isfinite(value)
-            ]
-            event = {
-                "id": f"step-{step}",
-                "type": "metrics",
-                "level": "info",
-                "message": f"Step {step}/{n_steps}: {', '.join(known)}",
-                "data": {"step": step, "total_steps": n_steps, **losses},
-            }
-            events.append((max(job.created_at, begun) + sum(seconds), event))
-    return events
 
 
 def loss_at(columns: Columns, step: int) -> float | None:
@@ -529,14 +491,6 @@ def loss_at(columns: Columns, step: int) -> float | None:
     if place == len(columns.steps) or columns.steps[place] != step:
         return None
     return float(f"{columns.values['loss'][place]:.7g}")
-
-
-def unix_seconds(text) -> float:
-    """A time as launches.jsonl has it, in Unix seconds; 0 if it is none."""
-    try:
-        return datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except (TypeError, ValueError):
-        return 0.0
 
 
 def checkpoints_of(job: Job, runs: Runs) -> list[dict]:

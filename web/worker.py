@@ -20,6 +20,7 @@ run, or says that it is finished.
 """
 
 import contextlib
+import datetime
 import fcntl
 import itertools
 import json
@@ -46,7 +47,7 @@ from text import corpus
 from text.prepare import prepare
 from text.shards import Shard, shard_files
 from web.files import ids_in
-from web.jobs import BEAT_SECONDS, ENDED, Job, unix_seconds
+from web.jobs import BEAT_SECONDS, ENDED, Job
 from web.slurm import GONE, RUNNING, Slurm
 from weights import load
 
@@ -458,7 +459,7 @@ class Worker:
         """
         before, begun = state.get("trained_seconds", 0.0), state.get("running_since", math.inf)
         if self.launcher.outlives:
-            times = [unix_seconds(row.get("time")) for row in runlog.read_launches(job.run_dir)]
+            times = map(unix_seconds, runlog.read_launches(job.run_dir))
             begun = min([at for at in times if at > begun - 1], default=math.inf)
         end = time.time() if is_running else begun
         if job.log.exists() and not is_running:
@@ -566,6 +567,14 @@ def has_ended(job: Job) -> bool:
         return job.state()["status"] in ENDED
     except UserError:
         return False
+
+
+def unix_seconds(launch: dict) -> float:
+    """When a launch began, in Unix seconds; 0 if that is not known."""
+    try:
+        return datetime.datetime.strptime(launch.get("time"), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def beat(path: Path) -> None:

@@ -164,22 +164,15 @@ def test_the_end_of_a_training_that_stands_still_does_not_move(tmp_path):
     assert client.get(f"{JOBS}/{job.id}").json()["hint"].startswith("No worker since")
 
 
-def test_a_long_training_has_few_events(tmp_path):
+def test_looking_at_a_long_training_is_cheap(tmp_path):
     """Whatever a client reads of it takes no time that grows with its steps, but for the first."""
     client = client_of(tmp_path)
     job = Job(tmp_path / "jobs/jobs" / created(client))
     run_of(job, 20_000, 20_000)
     job.write_state(status="running")
     page = client.get(f"{JOBS}/{job.id}/events?limit=1000").json()
-    (last, first, waits) = page["data"]
-    assert not page["has_more"] and waits["type"] == "message"
-    assert first["data"] == {
-        "step": 10_000,
-        "total_steps": 20_000,
-        "train_loss": 3.0,
-        "valid_loss": 10_002.0,
-    }
-    assert last["created_at"] - first["created_at"] == pytest.approx(500, abs=2)
+    assert len(page["data"]) == 1 and not page["has_more"]
+    assert client.get(f"{JOBS}/{job.id}").json()["progress"]["step"] == 20_000
     begun = time.process_time()
     for end in ("/events", "/checkpoints", ""):
         assert client.get(f"{JOBS}/{job.id}{end}").status_code == 200
@@ -587,10 +580,8 @@ def test_the_story(place):
     assert made.trained_tokens > 0 and starts(job) == [0]
 
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=7))[::-1]  # pages of 7
-    metrics = [event.data for event in events if event.type == "metrics"]
-    losses = [row["valid_loss"] for row in metrics]
-    n_steps = metrics[-1]["total_steps"]
-    assert losses[-1] < losses[0] and metrics[-1]["step"] == n_steps
+    losses = [row["val_loss"] for row in runlog.read(job.run_dir) if "val_loss" in row]
+    assert losses[-1] < losses[0]
     assert any("6 held out, lines 10, 20, 30, 40, 50, 60;" in event.message for event in events)
     assert f"{losses[0]:.4f}" in events[-1].message and f"{losses[-1]:.4f}" in events[-1].message
     assert [event.created_at for event in events] == sorted(event.created_at for event in events)

@@ -259,7 +259,7 @@ async function loadHistory(one) {
   const { id, status, progress } = one.job;
   const path = `/v1/fine_tuning/jobs/${encodeURIComponent(id)}`;
   const { data } = await getJSON(`${path}/events?limit=1000`); // newest first
-  const shown = data.filter(({ type }) => type === "message").map(lineOf);
+  const shown = data.map(lineOf);
   if (one.log.children.length !== shown.length) one.log.replaceChildren(...shown);
   one.plot.hidden = one.rings.hidden = !progress;
   if (progress) await showCurve(one, progress.run);
