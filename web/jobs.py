@@ -409,9 +409,6 @@ def job_object(job: Job, runs: Runs) -> dict:
         asked = job.asked
     status = state["status"]
     chosen = asked.get("hyperparameters", {})
-    progress = progress_of(job, runs)
-    if status != "running":
-        progress.pop("estimated_finish", None)
     return {
         "id": job.id,
         "object": "fine_tuning.job",
@@ -432,7 +429,16 @@ def job_object(job: Job, runs: Runs) -> dict:
         "method": {"type": "supervised", "supervised": {"hyperparameters": chosen}},
         "metadata": asked["metadata"],
         "integrations": [],
-    } | progress
+        "run": run_of(job),
+        **(progress_of(job, runs) if status == "running" else {}),
+    }
+
+
+def run_of(job: Job) -> str | None:
+    """The name of its training in /api/runs; None before it begins."""
+    with contextlib.suppress(UserError):
+        return f"jobs/{job.run_dir.name}" if job.run_dir.is_dir() else None
+    return None
 
 
 @contextlib.contextmanager
@@ -446,22 +452,23 @@ def metrics_of(job: Job, runs: Runs):
 
 
 def progress_of(job: Job, runs: Runs) -> dict:
-    """How far a training is, and when it will end; nothing before it begins.
+    """How far a training is, and when it will end; nothing before its first step.
 
-    run: its name in /api/runs. The end is counted from the last step: of a training that stands
-    still it does not move. None if it is not known, or late.
+    The end is counted from the last step: of a training that stands still it does not move. None if
+    it is late.
     """
     with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(UserError, OSError):
-        step = columns.steps[-1] if columns.steps else 0
-        progress = {"run": f"jobs/{job.run_dir.name}", "step": step, "total_steps": n_steps}
         seconds = [passed for passed in columns.values["seconds"][-100:] if math.isfinite(passed)]
-        if not seconds:
-            return {"progress": progress if n_steps else None}
-        written_at = (job.run_dir / "metrics.jsonl").stat().st_mtime
-        finish = written_at + (n_steps - step) * statistics.median(seconds)
-        is_known = time.time() < finish < math.inf
-        return {"progress": progress, "estimated_finish": int(finish) if is_known else None}
-    return {"progress": None}
+        if seconds:
+            step = columns.steps[-1]
+            written_at = (job.run_dir / "metrics.jsonl").stat().st_mtime
+            finish = written_at + (n_steps - step) * statistics.median(seconds)
+            is_known = time.time() < finish < math.inf
+            return {
+                "progress": {"step": step, "total_steps": n_steps},
+                "estimated_finish": int(finish) if is_known else None,
+            }
+    return {}
 
 
 def events_of(job: Job) -> list[dict]:

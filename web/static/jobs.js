@@ -256,13 +256,13 @@ async function kindOf(fileId) {
 // --- Events, the curve of the losses, the best checkpoint
 
 async function loadHistory(one) {
-  const { id, status, progress } = one.job;
+  const { id, status, run } = one.job;
   const path = `/v1/fine_tuning/jobs/${encodeURIComponent(id)}`;
   const { data } = await getJSON(`${path}/events?limit=1000`); // newest first
   const shown = data.map(lineOf);
   if (one.log.children.length !== shown.length) one.log.replaceChildren(...shown);
-  one.plot.hidden = one.rings.hidden = !progress;
-  if (progress) await showCurve(one, progress.run);
+  one.plot.hidden = one.rings.hidden = !run;
+  if (run) await showCurve(one, run);
   if (status === "succeeded") findBest(one, (await getJSON(`${path}/checkpoints?limit=1000`)).data);
   one.isRead = ENDED.includes(status); // then no event comes after these
 }
