@@ -436,7 +436,7 @@ def job_object(job: Job, runs: Runs) -> dict:
 
 def run_of(job: Job) -> str | None:
     """The name of its training in /api/runs; None before it begins."""
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError, OSError):
         return f"jobs/{job.run_dir.name}" if job.run_dir.is_dir() else None
     return None
 
