@@ -596,6 +596,8 @@ def test_the_story(place):
 
     cancelled, moved = place.create(LONG), place.create(LONG)
     place.wait_for_steps(cancelled, 1)
+    running = client.fine_tuning.jobs.retrieve(cancelled.id)
+    assert running.progress["step"] >= 1 and not hasattr(running, "hint")  # a worker is there
     assert place.status(moved) == "queued"
     worker.kill()  # the next one ends what this one has started
     worker.wait()
