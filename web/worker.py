@@ -429,6 +429,8 @@ class Worker:
             raise FileNotFoundError("its folder was removed")
         try:
             state = job.state()
+            if is_running and job.log.exists():
+                os.utime(job.log)  # until now it has trained: see `seconds`
             is_late = self.seconds(job, state, is_running) > 3600 * self.cfg.most_hours
             if is_running and (job.is_cancelled or is_late):
                 self.launcher.cancel(job)
@@ -454,8 +456,8 @@ class Worker:
     def seconds(self, job: Job, state: dict, is_running: bool) -> float:
         """For how long a job has trained, all launches together.
 
-        A launch lasts until it has printed its last line. One of SLURM begins when it leaves the
-        queue, and SLURM itself limits it.
+        A launch lasts until the last change of its log: a line, or a worker's look. One of SLURM
+        begins when it leaves the queue.
         """
         before, begun = state.get("trained_seconds", 0.0), state.get("running_since", math.inf)
         if self.launcher.outlives:
