@@ -2,7 +2,8 @@
 
     GET /                 index.html
     GET /static/NAME      its styles and scripts
-    GET /api/about        {"model": "demo" or null, "jobs": bool, "runs": bool, "chat": bool}
+    GET /api/about        {"model": "demo" or null, "jobs": bool, "runs": bool, "chat": bool,
+                          "worker": the command that starts one for the jobs}
     POST /api/plan        what plan.py answers; GET /api/plan/choices: what it can be asked for
 
 The first two need no key, for they hold nothing of the user's: the page asks for the key and sends
@@ -25,8 +26,7 @@ from planning import answer
 from planning.fleet import MACHINES
 from planning.search import MOST_DEVICES
 from program import shell
-from web.runs import as_json
-from web.shapes import ApiError, Number
+from web.shapes import ApiError, Number, as_json
 
 ROOT = Path(__file__).parent.parent
 STATIC = ROOT / "web" / "static"

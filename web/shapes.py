@@ -8,11 +8,14 @@ Names, defaults and ranges are OpenAI's (https://platform.openai.com/docs/api-re
 ignored: `HARMLESS` and `NEUTRAL` name them. Every other one is refused by its name.
 """
 
+import json
+import math
+import re
 import time
 import uuid
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -29,6 +32,7 @@ MOST_TOKENS = 2**31
 LONGEST_STOP = 256  # characters
 LONGEST_MESSAGE = 400  # characters of an error: it may quote what a client has sent
 MAX_SEED = 2**63 - 1
+FOLDERS = re.compile(r"(?<![\w.~/:-])/(?:[^\s/'\"`,;()<>]+/)+")  # of an absolute path
 
 
 class ApiError(Exception):
@@ -62,7 +66,37 @@ class ApiError(Exception):
 
 def unknown_model(message: str) -> ApiError:
     """The answer to a model's name that nobody knows."""
-    return ApiError(404, message, param="model", code="model_not_found")
+    return ApiError(404, public(message), param="model", code="model_not_found")
+
+
+def public(value):
+    """A value as clients see it: of each absolute path in a text only the last name is left."""
+    if isinstance(value, str):
+        return FOLDERS.sub("", value)
+    if isinstance(value, dict):
+        return {key: public(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [public(inner) for inner in value]
+    return value
+
+
+def as_json(value) -> Response:
+    """An answer in ASCII: names and settings may hold what is no UTF-8. No NaN, no Infinity."""
+    content = json.dumps(plain(value), allow_nan=False).encode()
+    return Response(content, media_type="application/json")
+
+
+def plain(value, depth: int = 8):
+    """A value that JSON can hold: None for a number that is not finite, and no deep nests."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict | list) and not depth:
+        return "..."
+    if isinstance(value, dict):
+        return {str(key): plain(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, depth - 1) for inner in value]
+    return value
 
 
 # --------------------------------------------------------------------------------------------------

@@ -61,6 +61,9 @@ async function main() {
   }
   byId("loading").hidden = true;
   addEventListener("hashchange", route);
+  addEventListener("invalid", ({ target }) => { // a closed section would hide what is wrong
+    target.closest("details")?.setAttribute("open", "");
+  }, true);
   route();
 }
 
