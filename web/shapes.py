@@ -143,6 +143,7 @@ NEUTRAL = {
     "tool_choice": ["none", "auto"],
     "function_call": ["none"],
     "modalities": [["text"]],
+    "type": ["text", "message"],
 }
 
 

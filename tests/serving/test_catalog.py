@@ -278,6 +278,25 @@ def test_a_name_may_mean_any_adapter_in_the_folder(catalog, folder):
     assert names(catalog) == ["base", "absolute", "earlier", "newest", "org/poems"]
 
 
+def test_checkpoints_of_a_run_are_models_until_they_are_gone(catalog, folder):
+    write_adapter(folder / "poems", CFG)
+    for step in (5, 7):
+        write_run(folder / "mine", step=step, max_steps=10)
+    first, other = (f"mine/checkpoints/step-{step}" for step in (5, 7))
+    assert catalog.find(first).path.endswith(first)
+    catalog.load("its/checkpoints/step-5", "poems")  # a name that leads elsewhere
+    key = catalog.find(first).key
+    catalog.scan()
+    assert names(catalog) == ["base", "its/checkpoints/step-5", first, "poems"]
+    assert catalog.find(first).key == key and catalog.read(key)  # a text may wait for it
+    for name in (f"{first}0", "x/checkpoints/step-5", "../checkpoints/step-5"):
+        assert "no adapter in" in refusal(catalog.find, name)
+    shutil.rmtree(folder / "mine/checkpoints/step-5")
+    catalog.scan()
+    assert first not in names(catalog) and catalog.find(other)
+    assert "no adapter in" in refusal(catalog.find, first)
+
+
 def test_what_was_unloaded_stays_away_until_it_is_loaded(catalog, folder):
     write_adapter(folder / "a", CFG)
     catalog.scan()
