@@ -139,7 +139,7 @@ def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]
     train = points(run.steps, x, what)
     val = points(run.vals, x, "val_loss") if what == "loss" else []
     window = 1 if what == "lr" else max(1, len(train) // 50)
-    return thinned(running_means(train, window)), val
+    return running_means(train, window), val
 
 
 def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list, list, list]:
@@ -170,18 +170,15 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
 
 
 def running_means(curve: list[tuple], window: int) -> list[tuple]:
-    """Each value becomes the mean of the last `window` values up to it."""
-    sums = np.cumsum([0.0, *(value for _, value in curve)])
-    ends = np.arange(1, len(sums))
-    begins = np.maximum(0, ends - window)
-    means = (sums[ends] - sums[begins]) / (ends - begins)
-    return [(x, mean) for (x, _), mean in zip(curve, means.tolist(), strict=True)]
+    """The mean of the last `window` values at every k-th point and the last one.
 
-
-def thinned(curve: list[tuple]) -> list[tuple]:
-    """Every k-th point and the last one: more than MOST_POINTS are wider than a picture."""
+    More than MOST_POINTS are wider than a picture.
+    """
     every = max(1, len(curve) // MOST_POINTS)
-    return [*curve[:-1:every], *curve[-1:]]
+    values = np.array([value for _, value in curve])
+    drawn = range(len(curve))
+    drawn = [*drawn[:-1:every], *drawn[-1:]]
+    return [(curve[at][0], values[max(0, at + 1 - window) : at + 1].mean().item()) for at in drawn]
 
 
 # --------------------------------------------------------------------------------------------------
