@@ -268,6 +268,7 @@ def test_a_name_may_mean_any_adapter_in_the_folder(catalog, folder):
     write_run(folder / "mine", step=7, max_steps=10)
     for name, path, end in [
         ("org/poems", "team/poems", "team/poems"),
+        ("team/poems", "team/poems", "team/poems"),
         ("absolute", str(folder / "team/poems"), "team/poems"),
         ("newest", "mine", "step-7"),
         ("earlier", "mine/checkpoints/step-5", "step-5"),
@@ -275,7 +276,7 @@ def test_a_name_may_mean_any_adapter_in_the_folder(catalog, folder):
         catalog.load(name, path)
         assert catalog.find(name).path.endswith(end)
     catalog.scan()
-    assert names(catalog) == ["base", "absolute", "earlier", "newest", "org/poems"]
+    assert names(catalog) == ["base", "absolute", "earlier", "newest", "org/poems", "team/poems"]
 
 
 def test_checkpoints_of_a_run_are_models_until_they_are_gone(catalog, folder):
