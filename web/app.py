@@ -73,7 +73,6 @@ def build(
             upload_bytes = service.finetuning.upload_bytes
     if folders:
         runs.add_runs(app, folders)
-    page.add_planner(app)
     page.add_page(app, parts_of(service, folders))
     guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics, upload_bytes)
 
