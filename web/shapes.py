@@ -123,6 +123,10 @@ def kind_of(value) -> str:
     return f"[{inner}]"
 
 
+# The same for a text or a list of some.
+TextOrList = Discriminator(lambda value: "[str]" if isinstance(value, list) else "str")
+
+
 # Of any part of a request: they change no text here. `name`: no chat template gets it.
 HARMLESS = set(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
@@ -193,7 +197,7 @@ class Generation(Part):
         Annotated[
             Annotated[Stop, Tag("str")]
             | Annotated[ListOf[Stop], Field(max_length=16), Tag("[str]")],
-            Discriminator(kind_of),
+            TextOrList,
         ]
         | None
     ) = None
@@ -251,7 +255,7 @@ class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag("str")] | Annotated[ListOf[TextPart], Tag("[str]")],
-        Discriminator(lambda value: "[str]" if isinstance(value, list) else "str"),
+        TextOrList,
     ]
 
     @property

@@ -329,6 +329,7 @@ def test_counters_agree_with_the_answers(served):
         ({"prompt": ["x"] * 20_000}, 400, "send several requests"),
         ({"prompt": []}, 400, "empty list"),
         ({"prompt": [5, "a"]}, 400, "prompt.1: Input should be a valid integer (got 'a')"),
+        ({"stop": [5]}, 400, "stop.0: Input should be a valid string (got 5)"),
         ({"prompt": ["a", 5]}, 400, "prompt.1: Input should be a valid string (got 5)"),
         ({"prompt": [[5], "a"]}, 400, "prompt.1: Input should be a valid list (got 'a')"),
         ({"temperature": -1}, 400, "temperature"),
