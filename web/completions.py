@@ -151,8 +151,8 @@ async def job_of(body: Generation, service: Service, owner: str) -> Job:
     try:
         constraint = await constraint_of(body, service, owner)
         requests = await asyncio.to_thread(requests_of, body, service, adapter, constraint)
-    except UserError as error:
-        raise ApiError(400, str(error)) from error
+    except UserError as error:  # a template is named by its path
+        raise ApiError(400, shapes.public(str(error))) from error
     if isinstance(body, ChatRequest):
         return Job("chat", body, requests)
     return Job("text", body, requests, bool(body.echo))

@@ -186,7 +186,7 @@ def fault_of(line: bytes, template: chat.Template) -> str:
         chat.turns_of(corpus.parsed(line), template)
         return ""
     except UserError as error:
-        return one_line(error)
+        return public(one_line(error))
 
 
 async def check_apart(path: Path, chat_template: str, reserved: dict) -> tuple[int, list[dict]]:

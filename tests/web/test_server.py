@@ -411,6 +411,18 @@ def test_messages_as_the_client_gives_them_back(client, served):
     assert status == 400 and "top_logprobs needs logprobs" in body["error"]["message"]
 
 
+def test_a_template_that_refuses_a_message_is_named_without_its_folder(folder):
+    template = folder / "strict.jinja"
+    refusal_of = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template.write_text("{% for m in messages %}" + refusal_of + "{{ m.content }}{% endfor %}")
+    server = Served(folder, f"--chat_template={template}")
+    messages = [{"role": "system", "content": "x"}, *CHAT["messages"]]
+    status, body = server.post("/v1/chat/completions", CHAT | {"messages": messages})
+    assert status == 400 and str(folder) not in str(body)
+    assert "strict.jinja fails: no system" in body["error"]["message"]
+    assert server.stop() == 0
+
+
 def test_head_is_answered_as_get_without_a_body(served):
     for path in ("/health", "/metrics", "/v1/models", "/v1/models/anna", "/", "/openapi.json"):
         status, headers, text = served.request("HEAD", path)

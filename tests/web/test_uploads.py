@@ -116,6 +116,7 @@ def test_lines_are_checked_with_the_template_that_is_served(tmp_path):
     with_system = {"messages": [{"role": "system", "content": "x"}, *CHAT["messages"]]}
     answer = sent(client, "\n".join(map(json.dumps, [CHAT, with_system])))
     assert [fault["line"] for fault in answer.json()["error"]["lines"]] == [2]
+    assert "no system" in answer.text and str(tmp_path) not in answer.text
 
 
 def test_checking_has_an_end(client, monkeypatch):
