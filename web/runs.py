@@ -8,7 +8,7 @@
 
 There may be hundreds of runs of millions of rows. The list reads the last megabyte of a file, and
 nothing of a file that has not changed. A curve's file is read once, from where the reading before
-ended (`Columns`): 32 bytes stay in memory for a row, and the runs that were asked for least
+ended (`Columns`): 36 bytes stay in memory for a row, and the runs that were asked for least
 recently are forgotten. Its points keep the minima and maxima of the rows between them.
 
 A name is a path below a root, at most three folders deep. Links are not followed.
@@ -394,7 +394,7 @@ class Summary:
         path = self.folder / "metrics.jsonl"
         require_no_link(path)
         with files.open_regular(path) as file:
-            first, _ = parsed(file.readline(TAIL_BYTES))
+            first, _ = runlog.parse(file.readline(TAIL_BYTES))
             lines = last_lines(file)
         rows = {key: last_row(lines, key) for key in ("loss", "val_loss", "icl")}
         has_row = any(rows.values())
@@ -476,21 +476,11 @@ def last_row(lines: bytes, key: str) -> dict:
         if place < 0:
             break
         begin = lines.rfind(b"\n", 0, place) + 1
-        row, fault = parsed(lines[begin : lines.find(b"\n", place)])
-        if not fault and key in row:
+        row, _ = runlog.parse(lines[begin : lines.find(b"\n", place)])
+        if row and key in row:
             return row
         end = begin
     return {}
-
-
-def parsed(line: bytes) -> tuple[dict, str]:
-    """(row, "") of a line of metrics.jsonl, or ({}, what is wrong with it)."""
-    try:
-        row = files.parse_json(line, "a line")
-    except UserError as error:
-        return {}, str(error)
-    fault = files.missing(row, {"step": int}) or runlog.fault(row)
-    return ({}, f"a line is damaged ({fault})") if fault else (row, "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -512,10 +502,12 @@ class Columns:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self.steps = array("q")
-        self.values = {name: array("f") for name in READ}  # NaN where a row has none
-        self.vals = []  # (step, validation loss)
-        self.n_bad, self.first_bad = 0, ""  # lines that are damaged, and what is wrong with one
+        self.metrics = runlog.Metrics(READ)
+
+    @property
+    def steps(self) -> array:
+        """The step of each row."""
+        return self.metrics.steps["step"]
 
     @property
     def problem(self) -> str | None:
@@ -525,8 +517,8 @@ class Columns:
         if self.tail.size - self.tail.offset > CHUNK:
             share = self.tail.offset / self.tail.size
             return f"{share:.0%} of metrics.jsonl have been read: ask again"
-        if self.n_bad:
-            return runlog.damaged_lines(Path("metrics.jsonl"), self.n_bad, self.first_bad)
+        if n_bad := self.metrics.n_bad:
+            return runlog.damaged_lines(Path("metrics.jsonl"), n_bad, self.metrics.first_bad)
         return None
 
     def read(self, deadline: float) -> None:
@@ -538,9 +530,7 @@ class Columns:
                 is_another, lines = self.tail.read(CHUNK)
                 if is_another:
                     self.clear()
-                for line in lines.split(b"\n"):
-                    if line.strip():
-                        self.add_row(*parsed(line))
+                self.metrics.add(lines)
                 if not lines or time.monotonic() >= deadline:
                     return
         except FileNotFoundError:
@@ -549,32 +539,20 @@ class Columns:
             self.begin()
             self.unreadable = words_of(error)
 
-    def add_row(self, row: dict, fault: str) -> None:
-        """Add a row, or note what is wrong with it."""
-        if fault:
-            self.n_bad += 1
-            self.first_bad = self.first_bad or fault
-        if "loss" in row:
-            self.steps.append(row["step"])
-            for name in READ:
-                value = row.get(name)
-                self.values[name].append(math.nan if value is None else value)
-        if "val_loss" in row:
-            self.vals.append((row["step"], row["val_loss"]))
-
     def rows(self) -> list[dict]:
         """Step, loss and seconds of each step; behind it its validation."""
-        losses, seconds = self.values["loss"], self.values["seconds"]
+        losses, seconds = self.metrics.steps["loss"], self.metrics.steps["seconds"]
         rows = [
             {"step": step, "loss": float(f"{loss:.7g}"), "seconds": taken}
             for step, loss, taken in zip(self.steps, losses, seconds, strict=True)
         ]
-        rows += [{"step": step, "val_loss": loss} for step, loss in self.vals]
+        for row in self.metrics.evaluations:
+            rows.append({"step": row["step"], "val_loss": row["val_loss"]})
         return sorted(rows, key=lambda row: row["step"])
 
     def curve(self, column: str, points: int, after: int) -> dict:
         """x, low, mean and high of the steps after one."""
-        found = plot.envelope(np.array(self.steps), self.values[column], points, after)
+        found = plot.envelope(self.steps, self.metrics.steps[column], points, after)
         return dict(zip(("x", "low", "mean", "high"), found, strict=True))
 
     def record(self, scores: dict) -> card.Record:
@@ -591,12 +569,13 @@ class Columns:
 
     def median(self, column: str) -> float | None:
         """The median of a column; None if it has no number."""
-        values = np.array(self.values[column], np.float64)
+        values = np.array(self.metrics.steps[column], np.float64)
         values = values[np.isfinite(values)]
         return float(np.median(values)) if len(values) else None
 
     def validation(self, points: int, after: int) -> dict:
         """x and y of the validation losses of the steps after one."""
-        steps = np.array([step for step, _ in self.vals], np.int64)
-        x, _, mean, _ = plot.envelope(steps, [loss for _, loss in self.vals], points, after)
+        rows = self.metrics.evaluations
+        steps, losses = ([row[name] for row in rows] for name in ("step", "val_loss"))
+        x, _, mean, _ = plot.envelope(steps, losses, points, after)
         return {"x": x, "y": mean}
