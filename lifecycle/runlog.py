@@ -400,6 +400,7 @@ class Metrics:
             typecode = "d" if name == "loss" else kind_of(name).typecode
             self.steps[name] = array(typecode) if typecode else []
         self.evaluations = []  # the rows that have a val_loss
+        self.tasks = {}  # the scores of the last row that has any
         self.n_lines = self.n_bad = 0
         self.first_bad = ""  # what is wrong with the first damaged line
         self.last = {}  # the last row of a step that was parsed
@@ -428,6 +429,7 @@ class Metrics:
                 values.append(kind_of(name).missing if value is None else value)
         if row and "val_loss" in row:
             self.evaluations.append(row)
+        self.tasks = (row or {}).get("icl", self.tasks)
 
     def add_rows(self, names: list[str], rows: list[tuple]) -> None:
         """Add rows that the pattern has found. names: of the first columns of each."""
@@ -439,6 +441,15 @@ class Metrics:
                 values.extend(map(kind.read, texts))
             else:
                 values.extend([kind.missing] * len(rows))
+
+    def validation(self) -> tuple[list, list]:
+        """(steps, losses) of the evaluations."""
+        columns = ("step", "val_loss")
+        return tuple([row[name] for row in self.evaluations] for name in columns)
+
+    def problem(self, path: Path) -> str | None:
+        """How many lines of the file are damaged, and what is wrong with the first one."""
+        return damaged_lines(path, self.n_bad, self.first_bad) if self.n_bad else None
 
 
 def pattern_of(row: dict, names) -> tuple[list[str], re.Pattern]:
@@ -550,9 +561,8 @@ def summary(run_dir: str, expect: str = "", metrics: Metrics | None = None) -> s
         lines += overfitting(metrics.steps, evaluations, read_launches(run_dir))
     if expect:
         lines.append(f"to expect: {expect}")
-    if metrics.n_bad:
-        path = Path(run_dir) / "metrics.jsonl"
-        lines.append(damaged_lines(path, metrics.n_bad, metrics.first_bad))
+    if problem := metrics.problem(Path(run_dir) / "metrics.jsonl"):
+        lines.append(problem)
     return "\n".join(lines)
 
 

@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from fastapi import FastAPI, Query
 from fastapi.responses import HTMLResponse, Response
 
@@ -212,7 +211,8 @@ class Runs:
         folder = self.folder(name)
         scores = self.about(name)["evaluation"]
         with self.curve_lock:
-            record = self.read(folder).record(scores)
+            columns = self.read(folder)
+            record = card.record(columns.metrics, scores, columns.problem)
         try:
             return card.page(folder, name, record)
         except (UserError, OSError) as error:
@@ -517,9 +517,7 @@ class Columns:
         if self.tail.size - self.tail.offset > CHUNK:
             share = self.tail.offset / self.tail.size
             return f"{share:.0%} of metrics.jsonl have been read: ask again"
-        if n_bad := self.metrics.n_bad:
-            return runlog.damaged_lines(Path("metrics.jsonl"), n_bad, self.metrics.first_bad)
-        return None
+        return self.metrics.problem(Path("metrics.jsonl"))
 
     def read(self, deadline: float) -> None:
         """Read the complete lines that are new, until a moment of time.monotonic()."""
@@ -546,8 +544,8 @@ class Columns:
             {"step": step, "loss": float(f"{loss:.7g}"), "seconds": taken}
             for step, loss, taken in zip(self.steps, losses, seconds, strict=True)
         ]
-        for row in self.metrics.evaluations:
-            rows.append({"step": row["step"], "val_loss": row["val_loss"]})
+        vals = zip(*self.metrics.validation(), strict=True)
+        rows += [{"step": step, "val_loss": loss} for step, loss in vals]
         return sorted(rows, key=lambda row: row["step"])
 
     def curve(self, column: str, points: int, after: int) -> dict:
@@ -555,27 +553,7 @@ class Columns:
         found = plot.envelope(self.steps, self.metrics.steps[column], points, after)
         return dict(zip(("x", "low", "mean", "high"), found, strict=True))
 
-    def record(self, scores: dict) -> card.Record:
-        """What a card needs."""
-        loss, val = self.curve("loss", card.POINTS, -1), self.validation(card.POINTS, -1)
-        return card.Record(
-            train=tuple(loss.values()),
-            val=tuple(val.values()),
-            tokens_per_second=self.median("tokens_per_second"),
-            mfu=self.median("mfu"),
-            scores=scores,
-            problem=self.problem,
-        )
-
-    def median(self, column: str) -> float | None:
-        """The median of a column; None if it has no number."""
-        values = np.array(self.metrics.steps[column], np.float64)
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else None
-
     def validation(self, points: int, after: int) -> dict:
         """x and y of the validation losses of the steps after one."""
-        rows = self.metrics.evaluations
-        steps, losses = ([row[name] for row in rows] for name in ("step", "val_loss"))
-        x, _, mean, _ = plot.envelope(steps, losses, points, after)
+        x, _, mean, _ = plot.envelope(*self.metrics.validation(), points, after)
         return {"x": x, "y": mean}
