@@ -31,7 +31,8 @@ All of these compute the same function, so a model trained with one can continue
 attention that computes another function, such as a sliding window, is part of the model: it belongs
 in VARIANTS, at the end of this file.
 
-`choose` resolves `auto`. Decoding one token on a cache has its own path, `one_query_attention`.
+`choose` resolves `auto`. Decoding one token on a cache has its own path, `one_query_attention`. So
+has a step of fixed shapes, for CUDA graphs: a `Window` says which part of the cache a query sees.
 
 With `sequence_ids`, a row holds several documents that do not see each other.
 
@@ -115,6 +116,7 @@ def attention(
     softmax_scale=None,
     dropout_p=0.0,
     sequence_ids=None,
+    window=None,
     qkv=None,
 ):
     """softmax(q k^T * softmax_scale + bias) v, (B, H, Tq, D).
@@ -122,13 +124,16 @@ def attention(
     q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D), H a multiple of Hkv. The queries are the last Tq of the
     Tk positions, as in decoding on a cache. alibi_slopes: (H,) fp32, or None for no ALiBi.
     softmax_scale: None means 1 / sqrt(D). sequence_ids: (B, Tk) integers, or None: documents lie
-    one after another, each with its own id, and do not see each other. qkv: the fused projection's
-    output, (B, T, (H + 2 Hkv) * D), if q, k, v are views of it: `triton` then makes its gradient in
-    one piece, where autograd would join dq, dk and dv in a copy. UserError for an unknown `impl`,
-    or one that cannot do what the arguments ask for.
+    one after another, each with its own id, and do not see each other. window: the keys that a
+    single query sees, instead of all; the causal implementations alone know it. qkv: the fused
+    projection's output, (B, T, (H + 2 Hkv) * D), if q, k, v are views of it: `triton` then makes
+    its gradient in one piece, where autograd would join dq, dk and dv in a copy. UserError for an
+    unknown `impl`, or one that cannot do what the arguments ask for.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     has_alibi = alibi_slopes is not None
+    if window is not None:
+        return window_attention(q, k, v, impl, alibi_slopes, scale, window)
     impl = choose(impl, q.device, q.dtype, q.shape[-1], has_alibi, dropout_p)
 
     # `one_query_attention` hands PyTorch the bias in k's dtype. Its kernels compute in fp32, so
@@ -148,11 +153,11 @@ def attention(
     return function(q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids)
 
 
-def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
+def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0, one_query=False):
     """The implementation that runs: `impl` itself, or the fastest one if it is `auto`.
 
-    device: a torch.device. alibi: whether the model uses it. UserError for a name that is in
-    neither table.
+    device: a torch.device. alibi: whether the model uses it. one_query: the kernel gets a `Window`.
+    UserError for a name that is in neither table.
 
     A CPU takes `blocks`, a GPU `triton` for ALiBi in 16 bits, which needs no mask and no extra
     columns there, and `sdpa` otherwise. So do GPUs for which Triton has no matrix instructions
@@ -184,7 +189,7 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
         return "sdpa"
     from gpu_kernels import first_use  # only GPUs need it
 
-    return "triton" if first_use.suits(device, head_dim) else "sdpa"
+    return "triton" if first_use.suits(device, head_dim, one_query) else "sdpa"
 
 
 def require_known(impl: str) -> None:
@@ -328,13 +333,8 @@ def add_bias(scores, bias, sequence_ids):
 
 
 def one_query_attention(q, k, v, slopes, scale, sequence_ids):
-    """Decoding: the newest token, q (B, H, 1, D), sees all keys of the cache, (B, Hkv, Tk, D).
-
-    The query heads that share a key head become the queries of that head, (B, Hkv, H / Hkv, D), so
-    keys and values need not be repeated.
-    """
-    B, H, _, D = q.shape
-    n_key_heads, n_keys = k.shape[1:3]
+    """Decoding: the newest token, q (B, H, 1, D), sees all keys of the cache, (B, Hkv, Tk, D)."""
+    n_keys = k.shape[2]
     bias = None
     if slopes is not None:
         minus_distance = torch.arange(1 - n_keys, 1, device=q.device)
@@ -342,11 +342,79 @@ def one_query_attention(q, k, v, slopes, scale, sequence_ids):
     if sequence_ids is not None:
         other_document = (sequence_ids != sequence_ids[:, -1:])[:, None, None]  # (B, 1, 1, Tk)
         bias = (q.new_zeros(1) if bias is None else bias).masked_fill(other_document, -math.inf)
+    return grouped_attention(q, k, v, bias, scale)
+
+
+def grouped_attention(q, k, v, bias, scale):
+    """SDPA of one query, q (B, H, 1, D), and keys (B, Hkv, Tk, D).
+
+    bias: (B or 1, H or 1, 1, Tk), or None. The query heads that share a key head become the queries
+    of that head, (B, Hkv, H / Hkv, D), so keys and values need not be repeated.
+    """
+    B, H, _, D = q.shape
+    n_key_heads, n_keys = k.shape[1:3]
     if bias is not None:
         bias = bias.to(q.dtype).expand(B, H, 1, n_keys).view(B, n_key_heads, -1, n_keys)
     grouped_q = q.view(B, n_key_heads, -1, D)
     out = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=bias, scale=scale)
     return out.reshape(B, H, 1, D)  # no view: kernels of a GPU return (B, Tq, H, D), transposed
+
+
+class Window:
+    """The keys first <= j < last of n_keys that one query sees; its own key is the last of them.
+
+    first, last: (B,) int64 on the device. So shapes and the host's part do not depend on where a
+    text begins and ends, and one captured CUDA graph serves many steps. What the kernels read is
+    computed once, for all layers.
+    """
+
+    def __init__(self, first, last, n_keys: int):
+        self.first = first
+        self.last = last
+        self.n_keys = n_keys
+        self.shared_bias = None
+
+    @functools.cached_property
+    def bounds(self):
+        """As flash_attention.document_bounds, (B, 2, n_keys) int32, for the last position alone.
+
+        The kernel takes the query to stand there. It skips blocks of keys outside of the window.
+        ALiBi's distances are then too large, by the same number for all keys of a row, which
+        changes no softmax.
+        """
+        bounds = self.first.new_empty(len(self.first), 2, self.n_keys, dtype=torch.int32)
+        bounds[:, :, -1] = torch.stack([self.first, self.last], dim=1)
+        return bounds
+
+    def bias(self, slopes, dtype):
+        """What is added to the scores, (B, H or 1, 1, n_keys). All layers share it."""
+        if self.shared_bias is None:
+            j = torch.arange(self.n_keys, device=self.first.device)
+            distance = self.last[:, None] - 1 - j  # (B, n_keys)
+            hidden = (distance < 0) | (j < self.first[:, None])
+            if slopes is None:
+                bias = torch.zeros(hidden.shape, device=hidden.device)[:, None, None]
+            else:
+                bias = -slopes[:, None, None] * distance[:, None, None]
+            self.shared_bias = bias.masked_fill(hidden[:, None, None], -math.inf).to(dtype)
+        return self.shared_bias
+
+
+def window_attention(q, k, v, impl, slopes, scale, window):
+    """One query, q (B, H, 1, D), sees its `window` of k and v, (B, Hkv, n_keys, D)."""
+    if one_query_kernel(impl, q.device, q.dtype, q.shape[-1]):
+        from gpu_kernels.flash_attention import forward_operator
+
+        return forward_operator(q, k, v, slopes, window.bounds, True, scale)[0]
+    return grouped_attention(q, k, v, window.bias(slopes, q.dtype), scale)
+
+
+def one_query_kernel(impl, device, dtype, head_dim) -> bool:
+    """Whether `window_attention` takes this project's kernel, and not SDPA with a mask.
+
+    `auto` takes it with and without ALiBi: a mask would make SDPA read all of the cache.
+    """
+    return choose(impl, device, dtype, head_dim, alibi=True, one_query=True) == "triton"
 
 
 def sdpa_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):

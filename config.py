@@ -499,7 +499,8 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     takes: what the program takes in place of config files, as in `program.arguments`: "RUN",
         "FILE OUT". Those arguments come first in the result.
 
-    Raises UserError naming the source, the key and the fix.
+    Raises UserError naming the source, the key and the fix. Only the settings `program.ADDRESSES`
+    take addresses of stores.
     """
     if program.wants_help(argv):
         program.show_help(program.settings_help(*classes, files=takes is None))
@@ -521,6 +522,9 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
             if settings.get(name):
                 values.pop(other, None)  # one replaces the other
         values |= settings
+    for name, value in values.items():
+        if name not in (*program.PROSE, *program.ADDRESSES):
+            program.require_local(name, value)
     return taken + [filled(cls, values) for cls in classes]
 
 

@@ -329,7 +329,7 @@ def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):
         return None
     from lifecycle import remote  # here, since most runs do without
 
-    mirror = remote.open_mirror(cfg)
+    mirror = remote.open_mirror(model_cfg, cfg)
     check_init_from(model_cfg, cfg)
     return mirror
 

@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import alibi_slopes, attention
+from attention import Window, alibi_slopes, attention
 from config import MPTConfig
 from loss import autocast_dtype, linear_cross_entropy, score_labels
 from program import arguments, require, run
@@ -59,6 +59,7 @@ class Positions(NamedTuple):
     slopes: torch.Tensor | None = None  # ALiBi: (H,)
     angles: tuple | None = None  # RoPE: cos and sin, each (B or 1, 1, T, D)
     sequence_ids: torch.Tensor | None = None  # the document of each key: (B, Tk)
+    window: Window | None = None  # the keys that a single query sees
 
 
 def rope_angles(cfg: MPTConfig, positions):
@@ -151,6 +152,7 @@ class Attention(nn.Module):
             softmax_scale=cfg.softmax_scale,  # None: 1 / sqrt(D)
             dropout_p=cfg.attn_pdrop if self.training else 0.0,
             sequence_ids=positions.sequence_ids,
+            window=positions.window,
             qkv=fused,
         )
 
@@ -216,17 +218,17 @@ class Transformer(nn.Module):
         UserError for more tokens than learned positions.
         """
         cfg = self.cfg
-        past = 0 if cache is None else cache.length
-        end = past + input_ids.shape[1]
+        n_tokens = input_ids.shape[1]
         device = input_ids.device
-
-        token_positions = torch.arange(past, end, device=device)[None]  # (1 or B, T)
-        if cache is not None and cache.pad is not None:
-            # Left padding: a row's positions start at its first real token. The padding is its own
-            # document (id 1, the text has id 0), so real tokens never see it.
-            token_positions = (token_positions - cache.pad[:, None]).clamp(min=0)
-            is_padding = torch.arange(end, device=device) < cache.pad[:, None]  # (B, end)
-            sequence_ids = is_padding.int()
+        if cache is None:
+            end = n_tokens
+            token_positions = torch.arange(end, device=device)[None]  # (1 or B, T)
+            window = None
+        else:
+            end = cache.length + n_tokens
+            token_positions = cache.positions(n_tokens)
+            sequence_ids = cache.sequence_ids(n_tokens)
+            window = cache.window
         if cfg.learned_positions:
             require(
                 end <= cfg.max_seq_len,
@@ -238,7 +240,7 @@ class Transformer(nn.Module):
 
         slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, device) if cfg.alibi else None
         angles = rope_angles(cfg, token_positions) if cfg.rope else None
-        positions = Positions(slopes, angles, sequence_ids)
+        positions = Positions(slopes, angles, sequence_ids, window)
         for layer, block in enumerate(self.blocks):
             x = block(x, positions, cache, layer)
         if cache is not None:
@@ -352,6 +354,25 @@ class KVCache:
     v: torch.Tensor
     length: int = 0
     pad: torch.Tensor | None = None
+    window = None  # each query sees the filled positions; of serving/step_graph.py, a part of all
+
+    def positions(self, n_tokens):
+        """Where the next tokens stand in their texts, (1 or B, n_tokens)."""
+        end = self.length + n_tokens
+        positions = torch.arange(self.length, end, device=self.k.device)[None]
+        if self.pad is None:
+            return positions
+        return (positions - self.pad[:, None]).clamp(min=0)  # from a row's first real token
+
+    def sequence_ids(self, n_tokens):
+        """The document of each position up to the next tokens, (B, length + n_tokens), or None.
+
+        The padding is its own document (id 1, the text has id 0), so real tokens never see it.
+        """
+        if self.pad is None:
+            return None
+        end = self.length + n_tokens
+        return (torch.arange(end, device=self.k.device) < self.pad[:, None]).int()
 
     def append(self, layer, k, v):
         """Store one layer's new k, v (B, Hkv, T, D) after the filled positions.

@@ -692,6 +692,7 @@ def run(main) -> None:
     """
     end_with_torchrun()
     program.escape_unprintable()
+    threading.excepthook = end_with_thread
 
     def among_others(argv):
         try:
@@ -715,6 +716,20 @@ def run(main) -> None:
     if status == 2:
         program.end_torchrun()  # a restart would only fail in the same way
     os._exit(program.flushed(status))
+
+
+def end_with_thread(failure) -> None:
+    """End this rank when one of its threads has failed, of whichever it is.
+
+    Without its heartbeats or its copies a run would only seem to go on. The other ranks notice that
+    this one is gone.
+    """
+    mistake = program.user_error(failure.exc_value)
+    if mistake:
+        program.print_error(mistake, f"error on rank {program.rank()}")
+    else:
+        traceback.print_exception(failure.exc_value)
+    os._exit(program.flushed(getattr(mistake, "status", 2) if mistake else 1))
 
 
 def report_user_error(error: BaseException) -> None:

@@ -164,7 +164,7 @@ def arguments(argv: list[str], names: str = "", more: str = "") -> list[str]:
     names: what it takes: "RUN_DIR", "[OUT.png]" (optional), "FILE ..." (one or more), or "".
     more: what else stands in the usage line.
     --help prints the program's docstring and exits. Raises UserError if arguments are missing,
-    too many, or flags.
+    too many, or flags, or addresses where `names` has none.
     """
     if wants_help(argv):
         show_help()
@@ -176,7 +176,23 @@ def arguments(argv: list[str], names: str = "", more: str = "") -> list[str]:
     valid = fewest <= len(argv) <= most and not has_flags
     usage = f"usage: {command()} {names or '(no arguments)'} {more}"
     require(valid, usage.rstrip())
+    if "://" not in names:
+        require_local("the command line", argv)
     return argv
+
+
+def require_local(name: str, value) -> None:
+    """UserError if a text, or one of a list, is an address where a path of this machine belongs.
+
+    Otherwise it would be a relative path: runs would be written into a folder called s3:.
+    """
+    for text in value if isinstance(value, list) else [value]:
+        require(
+            not isinstance(text, str) or "://" not in text,
+            f"{name} has {shown(text)}, an address, in place of a path or name on this machine. "
+            "Only --remote=s3://... (to keep a run in a store) and --data_dir=s3://... (to read "
+            "prepared tokens from one) take addresses: copy anything else here first",
+        )
 
 
 def command() -> str:
@@ -240,8 +256,9 @@ def source_of(cls: type) -> list[str]:
     return [line for part in parts for line in inspect.getsource(part).splitlines()]
 
 
-# Texts that people write; of others, parts separated by commas may be paths.
-PROSE = ("prompt", "stop", "delimiter", "expect")
+# Texts that are no paths; of others, parts separated by commas may be paths on this machine.
+PROSE = ("prompt", "stop", "delimiter", "expect", "sbatch_args")
+ADDRESSES = ("remote", "data_dir")  # settings that take the address of a store
 NO_MATCH = object()  # what `convert` returns if nothing fits; None would be a value
 
 

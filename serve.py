@@ -38,7 +38,7 @@ import processes
 from config import LINEAR_LAYERS, MPTConfig
 from flops import n_params
 from planning.decode_time import kv_bytes_per_token
-from program import EXTRA, UserError, require
+from program import EXTRA, UserError, require, shell
 from serving.adapters import AdapterBank, read_adapter
 from serving.catalog import Catalog
 from serving.constraint import Constraints
@@ -174,6 +174,7 @@ def finetuning_of(cfg: ServeSettings, path: str, chat_template: str):
         base=os.path.abspath(path),
         chat_template=chat_template and os.path.abspath(chat_template),
         upload_bytes=cfg.upload_mb * 2**20,
+        worker=shell("python", "-m", "web.worker", cfg.jobs),
     )
     finetuning.make_folders()
     return finetuning

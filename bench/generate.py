@@ -1,16 +1,20 @@
 """Decoding: milliseconds of a token, beside the least that the memory of this device allows.
 
     python -m bench generate [THREADS]    a minute on two CPU cores
-    python -m bench generate --shapes=2048x24 --out=generate.csv
+    python -m bench generate --shapes=2048x24 --engine=32 --out=generate.csv
 
-It reads prompts of 32 tokens and writes 32 more, with a cache; figures are medians of several
-turns. fp32 and bf16 are the dtype of the weights; the cache is fp32 on a CPU. The limit is the time
-in which a GPU reads weights and cache once, at the bandwidth of its datasheet
-(planning/decode_time.py): a token takes at least as long. n/a if devices.py does not know the GPU.
+It reads prompts of 32 tokens and writes 32 more, with a cache. Timed are the steps after the
+prompt; figures are medians of several turns, of which the first does not count: on a GPU it
+captures CUDA graphs (serving/step_graph.py). --engine=32 adds serving/engine.py with 32 texts at a
+time, and all that it does on the host. fp32 and bf16 are the dtype of the weights; the cache is
+fp32 on a CPU. The limit is the time in which a GPU reads weights and cache once, at the bandwidth
+of its datasheet (planning/decode_time.py): a token takes at least as long. n/a if devices.py does
+not know the GPU.
 """
 
 import csv
 import datetime
+import functools
 import io
 import platform
 import re
@@ -32,13 +36,18 @@ from model import MPT, init_weights
 from planning import decode_time
 from program import require
 from serving.decoder import Decoder, generate
+from serving.engine import Engine, Request
+from serving.sampling import Sampling
+from serving.stream import Text
 from storage import files
+from text import tokenizer as tokenizers
 
 VOCAB = 50368
 PROMPT_TOKENS = 32
 NEW_TOKENS = 32
 DRAWS = {"greedy": {"temperature": 0}, "top_k 50": {"temperature": 0.8, "top_k": 50}}
-COLUMNS = ["shape", "weights", "batch", "tokens", "ms a token", "least", "limit, ms a token"]
+TIMES = ["ms a token", "least", "limit, ms a token", "tokens/s"]
+COLUMNS = ["shape", "weights", "batch", "tokens", *TIMES]
 
 
 @dataclass
@@ -48,6 +57,7 @@ class GenerateArgs:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
     shapes: str = "512x8,768x12"  # models: width x layers, with heads of 64
     turns: int = 5  # the median counts
+    engine: int = 0  # also measure the engine with so many texts at a time
     out: str = ""  # CSV of the table
 
     def check(self) -> None:
@@ -57,6 +67,7 @@ class GenerateArgs:
         for width, layers in sizes_of(self.shapes):
             divides = width % 64 == 0
             require(divides, f"shape {width}x{layers}: the width must be a multiple of 64")
+        require(self.engine >= 0, "engine must be 0 or more")
 
 
 def sizes_of(shapes: str) -> list[tuple[int, int]]:
@@ -81,13 +92,27 @@ def make_decoder(width: int, layers: int, dtype, device) -> Decoder:
 
 
 def turn(decoder: Decoder, prompts, settings: dict) -> float:
-    """Continue prompts (B, T); milliseconds of each new token."""
-    begin = time.perf_counter()
+    """Continue prompts (B, T); milliseconds of each new token after the first."""
     uniforms = torch.rand(len(prompts), NEW_TOKENS, device=decoder.device)
-    for token in generate(decoder, prompts, NEW_TOKENS, uniforms=uniforms, **settings):
+    tokens = generate(decoder, prompts, NEW_TOKENS, uniforms=uniforms, **settings)
+    next(tokens).cpu()  # waits for the device
+    begin = time.perf_counter()
+    for token in tokens:
         last = token
-    last.cpu()  # waits for the device
-    return 1e3 * (time.perf_counter() - begin) / NEW_TOKENS
+    last.cpu()
+    return 1e3 * (time.perf_counter() - begin) / (NEW_TOKENS - 1)
+
+
+def engine_turn(engine: Engine, settings: dict) -> float:
+    """Fill all rows of an engine with texts; milliseconds of a step, a new token for each text."""
+    tokenizer = tokenizers.Tokenizer("bytes", [b"x"] * VOCAB)
+    prompt = list(range(PROMPT_TOKENS))
+    cfg = engine.decoder.cfg
+    texts = [Text(prompt, tokenizer, cfg, NEW_TOKENS, seed=n) for n in range(engine.n_rows)]
+    steps, seconds = engine.speed.steps, engine.speed.seconds
+    for _ in engine.run([Request(text, Sampling(**settings)) for text in texts]):
+        pass
+    return 1e3 * (engine.speed.seconds - seconds) / (engine.speed.steps - steps)
 
 
 def limit(decoder: Decoder, batch: int) -> str:
@@ -106,15 +131,22 @@ def measure(args: GenerateArgs, device: torch.device):
     for width, layers in sizes_of(args.shapes):
         for dtype in (torch.float32, torch.bfloat16):
             decoder = make_decoder(width, layers, dtype, device)
+            ways = {}  # name -> (batch, function of settings, which returns milliseconds)
             for batch in (1, 8):
                 prompts = torch.randint(VOCAB, (batch, PROMPT_TOKENS), device=device)
+                ways[str(batch)] = batch, functools.partial(turn, decoder, prompts)
+            if args.engine:
+                at_once = args.engine * PROMPT_TOKENS  # all prompts are read before the first step
+                room = PROMPT_TOKENS + NEW_TOKENS
+                engine = Engine(decoder, args.engine, room, chunk=at_once)
+                ways[f"engine, {args.engine}"] = args.engine, functools.partial(engine_turn, engine)
+            for name, (batch, timed) in ways.items():
                 for draw, settings in DRAWS.items():
-                    turns = [turn(decoder, prompts, settings) for _ in range(args.turns + 1)]
-                    ms = turns[1:]  # the first turn warmed up
-                    name = str(dtype).removeprefix("torch.")
-                    figures = [f"{statistics.median(ms):.2f}", f"{min(ms):.2f}"]
-                    row = [f"{width}x{layers}", name, str(batch), draw, *figures]
-                    yield [*row, limit(decoder, batch)]
+                    ms = [timed(settings) for _ in range(args.turns + 1)][1:]
+                    median = statistics.median(ms)
+                    row = [f"{width}x{layers}", str(dtype).removeprefix("torch."), name, draw]
+                    row += [f"{median:.2f}", f"{min(ms):.2f}", limit(decoder, batch)]
+                    yield [*row, f"{1e3 * batch / median:,.0f}"]
 
 
 def main(argv: list[str]) -> None:

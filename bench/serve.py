@@ -257,7 +257,7 @@ def measure_streams(url: str, args: ServeArgs) -> None:
 
 def main(argv: list[str]) -> None:
     """Measure the engine, or the server at an address."""
-    words, args = config.load(argv, ServeArgs, takes="[URL]")
+    words, args = config.load(argv, ServeArgs, takes="[http://HOST:PORT]")
     torch.set_num_threads(args.threads)
     device = processes.pick_device("cpu", 0, 1, 1)
     machine = f"{devices.describe(device)}, {platform.machine()}, {args.threads} threads"

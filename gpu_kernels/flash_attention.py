@@ -439,7 +439,8 @@ def launch(
     q, k = tensors["q"], tensors["k"]
     B, H, n_queries, D = q.shape
     Hkv, n_keys = k.shape[1:3]
-    row = row or launch_table.row_for(architecture(q.device), D, pass_name, q.dtype)
+    arch = architecture(q.device)
+    row = row or launch_table.row_for(arch, D, pass_name, q.dtype, n_queries)
     options = launch_table.options(row)
     if pass_name == "dkdv":
         grid = (triton.cdiv(n_keys, options["BLOCK_N"]), Hkv, B)

@@ -81,6 +81,8 @@ SAME_ROWS = {
 # The fallback, for unknown GPUs and for fp32. It needs 48 KiB of shared memory, and 72 KiB for fp32
 # with heads of 128.
 UNKNOWN = (32, 32, 4, 1)
+# The forward of a single query, in 16 bits: 16 rows are the fewest that matrix instructions take.
+ONE_QUERY = (16, 64, 4, 2)
 # GPUs for which Triton has no matrix instructions, by the beginning of their name: its kernels
 # would multiply without them and spill kilobytes. NVIDIA before Ampere (V100 and T4 have tensor
 # cores, Triton does not use them), AMD before MI100 and before Radeon RX 7000.
@@ -135,12 +137,16 @@ def rows_of(arch: str) -> dict:
     return rows
 
 
-def row_for(arch: str, head_dim: int, pass_name: str, dtype: torch.dtype) -> tuple:
+def row_for(
+    arch: str, head_dim: int, pass_name: str, dtype: torch.dtype, n_queries: int | None = None
+) -> tuple:
     """The row for one pass ("forward", "dq" or "dkdv") over heads of `head_dim`."""
     rows = rows_of(arch)
     wide_enough = [dim for dim in rows if dim >= head_dim]
     if not wide_enough or dtype == torch.float32:
         return UNKNOWN
+    if pass_name == "forward" and n_queries == 1:
+        return ONE_QUERY
     return rows[min(wide_enough)][pass_name]
 
 

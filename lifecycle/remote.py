@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 import program
 from checkpoint import latest, number, numbered
-from config import TrainConfig
+from config import MPTConfig, TrainConfig
 from lifecycle import lease as leases
 from lifecycle import resume, runlog
 from processes import rank_zero_decides
@@ -51,16 +51,16 @@ WAIT_STOPPED = 120  # and when it is asked to stop, since it may be killed soon
 KEPT = 5  # generations of the lease: someone may still hold an old list of them
 
 
-def open_mirror(cfg: TrainConfig) -> "Mirror":
+def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig) -> "Mirror":
     """Own the remote, and bring what is newer there into the run folder. A collective.
 
-    UserError if another run owns it, or the store fails.
+    UserError if another run owns it, its checkpoints are another model's, or the store fails.
     """
     store = object_store.open_store(cfg.remote)
     mirror = Mirror(cfg, store, dist.get_rank(), dist.get_world_size())
     rank_zero_decides(mirror.take_lease)
     try:
-        mirror.bring()
+        mirror.bring(model_cfg)
     except BaseException:
         mirror.release_lease()
         raise
@@ -300,12 +300,13 @@ class Mirror:
 
     # --- checkpoints, from the store
 
-    def bring(self) -> None:
+    def bring(self, model_cfg: MPTConfig) -> None:
         """Bring the newest sound checkpoint into the run folder, if it is in the store alone.
 
-        A collective. UserError, on all ranks, if the store or the disk fails.
+        A collective. UserError, on all ranks, if it is another model's, or the store or the disk
+        fails.
         """
-        there = rank_zero_decides(self.candidates)
+        there = rank_zero_decides(lambda: self.candidates(model_cfg))
         here = rank_zero_decides(lambda: numbered(self.folder / "checkpoints"))
         for found in there:
             while here and number(here[-1]) >= found.step:
@@ -316,13 +317,20 @@ class Mirror:
             if self.download(found):
                 return
 
-    def candidates(self) -> list:
-        """The checkpoints in the store from which this run could go on, newest first. On rank 0."""
+    def candidates(self, model_cfg: MPTConfig) -> list:
+        """The checkpoints in the store from which this run could go on, newest first. On rank 0.
+
+        UserError if it is another model's, before anything is downloaded.
+        """
         found = []
         for each in remote_checkpoints.published(self.store):
             with contextlib.suppress(FileNotFoundError, object_store.DamagedObject):
                 meta = remote_checkpoints.meta_of(self.store, each)
                 if not resume.has_trained_on(meta, self.cfg.skip_steps):
+                    if not found:  # the newest; the data is not known yet
+                        where = f"{self.store.url}/checkpoints/{each.name}"
+                        fingerprint = meta["data_fingerprint"]
+                        resume.check_same(where, meta, model_cfg, self.cfg, fingerprint)
                     found.append(each)
         begins = self.cfg.resume == "never" and not resume.was_restarted()
         require(
@@ -429,9 +437,10 @@ class Mirror:
                 try:
                     self.copy(path)
                     return
-                except StoreError:
-                    raise
-                except (UserError, OSError) as error:  # it will not get better
+                except (UserError, OSError) as error:
+                    if getattr(error, "passes", False):
+                        raise
+                    # It will not get better: the next checkpoint has another chance.
                     program.print_error(f"{path} is not copied: {error}", "remote")
                     return
             self.closing.wait(PAUSE)

@@ -227,14 +227,17 @@ def has_trained_on(meta: dict, skip_steps: str) -> bool:
 
 
 def check_same(
-    path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, data_fingerprint: str
+    path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, data_fingerprint: str
 ) -> None:
-    """UserError unless the checkpoint is of this model, this data and this order of the data."""
+    """UserError unless the checkpoint is of this model, this data and this order of the data.
+
+    path: where it is, on this disk or in a store.
+    """
     # A setting that did not exist when the checkpoint was saved has its default.
     saved_cfg = config.from_dict(MPTConfig, meta, f"{path}/meta.json")
     saved = comparable(asdict(TrainConfig()) | asdict(saved_cfg) | meta)
     ours = comparable(asdict(model_cfg) | asdict(cfg))
-    fix = "Use the same settings, or another --run_dir"
+    fix = f"Use the same settings, or another --run_dir{' and another --remote' * bool(cfg.remote)}"
 
     fingerprint = saved["data_fingerprint"]
     is_imported = str(fingerprint).startswith("imported from")
@@ -245,7 +248,7 @@ def check_same(
     require(not differences, f"{path} is of another model: {', '.join(differences)}. {fix}")
 
     holds_adapters = bool(meta.get("lora_rank"))
-    base = program.shell(f"--init_from={path.parent.parent}")
+    base = program.shell(f"--init_from={Path(path).parent.parent}")
     require(
         holds_adapters or not is_imported,
         f"{path} was {fingerprint}, not trained here: begin with {base} and another --run_dir",

@@ -46,8 +46,7 @@ import program
 from config import MPTConfig, TrainConfig
 from model import MPT, seeded
 from program import UserError, require
-from serving.decoder import Decoder
-from serving.packed_linear import PackedLinear
+from serving.decoder import Decoder, PackedLinear
 from weights import load, peft
 from weights.peft import Adapter
 
@@ -75,7 +74,9 @@ class Banked:
             A, B = self.factors[rows].split(widths, dim=-1)  # (r, in), (r, out)
             updated = y + (wide @ A.T) @ B
         else:
-            A, B = self.factors.index_select(0, rows).split(widths, dim=-1)  # (rows, r, in or out)
+            # One slot for each row, or (in a captured step) one for all: (rows or 1, r, in or out)
+            slots = self.factors.index_select(0, rows).expand(len(x), -1, -1)
+            A, B = slots.split(widths, dim=-1)
             low = torch.bmm(wide, A.mT)  # (rows, T, r)
             updated = torch.baddbmm(y.to(wide.dtype), low, B)
         return updated.to(y.dtype)
@@ -143,6 +144,7 @@ class AdapterBank:
         self.read = read
         # Slots of the batch: (rows,) int64, an int if all agree, None for the base.
         self.rows = None
+        self.used = None  # the same as a list: nothing is sent to the device if it stays
         self.residents = OrderedDict()  # path -> Resident, the least recently used first
         self.loaded = {BASE: 0}  # path -> slot, of those that rows may use
         self.free_slots = list(range(n_slots, 0, -1))
@@ -239,6 +241,9 @@ class AdapterBank:
     def use(self, adapters) -> None:
         """Set the adapter of each row, for all steps from now on. KeyError if one is not loaded."""
         slots = [self.loaded[path] for path in adapters]
+        if slots == self.used:
+            return
+        self.used = slots
         if len(set(slots)) > 1:
             self.rows = torch.tensor(slots, device=self.device)
         else:

@@ -3,6 +3,7 @@
     adapters/poems/            poems        a PEFT folder
     adapters/lora-demo/        lora-demo    a run with --lora_rank, once it has finished
     adapters/team/answers/     any name     an adapter deeper in the folder, by `load`
+    adapters/lora-demo/checkpoints/step-20  its path below adapters/, once it is asked for
 
 `scan` finds what is new in the folder by the names and times of files. Weights are read when an
 adapter is checked: one after another in the thread of `watch`, or at once if a request names it
@@ -26,6 +27,7 @@ import contextlib
 import difflib
 import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +46,7 @@ FILES = [peft.CONFIG_FILE, peft.TENSOR_FILE, ".metadata", "checksums.json"]
 LONGEST_NAME = 200  # characters
 NEAR = 200  # names before and behind an unknown one that it is compared with
 KEPT = 20  # earlier versions of an adapter, for which texts may still wait
+CHECKPOINT = re.compile(r"[^/]+/checkpoints/step-(0|[1-9][0-9]*)")  # a path below the folder
 SHARE = 0.02  # of a processor, that `watch` may use for scans
 
 
@@ -104,7 +107,7 @@ class Catalog:
 
     def find(self, name: str) -> Model:
         """The model that a name means. UserError if there is none, or it cannot be used."""
-        model = self.models.get(name)
+        model = self.models.get(name) or self.checkpoint(name)
         if model is None:
             raise UserError(f"no model {name[:LONGEST_NAME]!r}, {self.similar(name)}")
         fault = self.fault_of(model)
@@ -112,6 +115,11 @@ class Catalog:
         changed = f"the files of the model {name!r} have changed: load it again, or wait a moment"
         require(model.is_unchanged, changed)
         return model
+
+    def checkpoint(self, name: str) -> Model | None:
+        """The checkpoint of a run that its path names; None if there is none."""
+        is_path = self.folder and CHECKPOINT.fullmatch(name)
+        return self.load(name, name) if is_path and source_of(self.folder / name) else None
 
     def similar(self, name: str) -> str:
         """The hint for a name that means nothing."""
@@ -260,6 +268,9 @@ class Catalog:
                 for name in self.seen.keys() - names:
                     del self.seen[name]
                     if self.is_at_home(name):
+                        self.remove(name)
+                for name in filter(CHECKPOINT.fullmatch, list(self.models)):
+                    if not source_of(self.folder / name):
                         self.remove(name)
                 self.unloaded &= names
             for name in sorted(names - self.unloaded):

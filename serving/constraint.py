@@ -1,4 +1,4 @@
-r"""Text that must conform: to a JSON schema, to JSON at all, or to a regular expression.
+"""Text that must conform: to a JSON schema, to JSON at all, or to a regular expression.
 
 Before each token, a matcher says which tokens may come next. The others get the logit -inf:
 
@@ -12,48 +12,26 @@ Before each token, a matcher says which tokens may come next. The others get the
 
 So each text that ends by itself conforms. One that is cut, by max_new_tokens, may not.
 
-The matchers are those of llguidance, which refuses most of what it cannot enforce. What it accepts
-and does not enforce is refused here: `check_schema`. Properties are written in the order of the
-schema, control characters without \u escapes, and blanks as `BLANKS` says.
+serving/grammar.py says what can be enforced.
 
 Run `python -m serving.constraint` for random texts that conform to a schema.
 """
 
+import asyncio
 import json
 import random
-import re
+import sys
 import threading
 from collections import OrderedDict
+from pathlib import Path
 
 import torch
 
 from program import EXTRA, UserError, arguments, one_line, require, run
+from serving import grammar
 from text import tokenizer as tokenizers
 
-BLANKS = r"( |\n {0,24})?"  # between the parts of JSON: enough for indentation, and no endless row
-OPTIONS = {
-    "whitespace_flexible": False,
-    "whitespace_pattern": BLANKS,
-    # With \u one key has several spellings, of which only one would be known as that property.
-    "json_allowed_escapes": 'nrbtf\\"',
-    # A schema could set these itself.
-    "lenient": False,
-    "coerce_one_of": False,
-}
-MOST_CHARACTERS = 50_000  # of a schema or expression
-# Of llguidance. So a matcher takes at most half a second to build, and tens of megabytes.
-LIMITS = {"initial_lexer_fuel": 200_000, "max_lexer_states": 20_000, "verbose_errors": False}
-
-# What llguidance reads in `pattern` differently from validators. A set of characters that has all
-# control characters lets an escaped quote or backslash through, even if it excludes them.
-IN_PATTERN = {
-    "a negated character class": r"\[\^",
-    "a class of Unicode": r"\\[pP]",
-    "a control character": r"\\x[01{]|\\u(00[01]|\{)|[\x00-\x1f]",
-    "a class or set operation within a character class": r"\[[^\]]*(\[|&&|--|~~)",
-}
-# They need a \u escape. In a constant, llguidance would leave them out.
-UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+ROOT = Path(__file__).parent.parent
 
 
 class Words:
@@ -94,9 +72,13 @@ class Constraint:
         self.matcher.consume_token(self.eot if token in self.ends else token)
         self.check()
 
+    def copy(self) -> "Constraint":
+        """The same for another text."""
+        return Constraint(self.matcher.deep_copy(), self.eot, self.ends)
+
     def check(self) -> None:
         """UserError if the matcher has failed: it reached a dead end, or one of its limits."""
-        reason = reason_of(self.matcher.get_error())
+        reason = grammar.reason_of(self.matcher.get_error())
         problem = f"the text cannot go on as its schema or regex demands ({reason})"
         require(not reason, f"{problem}: simplify that")
 
@@ -104,8 +86,9 @@ class Constraint:
 class Constraints:
     """Builds constraints for the texts of one tokenizer. Keeps the last ones that were built.
 
-    Building takes a millisecond, or a second for a long schema: do it in a thread. All methods may
-    be called by several threads. n_kept: matchers.
+    Building takes a millisecond, or half a second for a long schema: do it in a thread. What
+    strangers have written is for `require_cheap` first. All methods may be called by several
+    threads. n_kept: matchers.
     """
 
     def __init__(self, tokenizer, n_kept: int = 32):
@@ -114,7 +97,6 @@ class Constraints:
             import llguidance  # here, since a server can do without
         except ImportError as error:
             raise UserError(f"constraints need the package llguidance: {EXTRA}") from error
-        self.library = llguidance
         self.eot = tokenizer.eot
         self.ends = [i for i in tokenizer.ends if i < tokenizer.vocab_size]
         self.vocabulary = llguidance.LLTokenizer(
@@ -127,18 +109,7 @@ class Constraints:
 
     def schema(self, schema: dict) -> Constraint:
         """JSON that conforms to a schema. UserError if the schema cannot be enforced."""
-        is_object = isinstance(schema, dict)
-        require(is_object, 'the JSON schema must be an object, such as {"type": "object"}')
-        try:
-            text = json.dumps(schema, allow_nan=False)
-        except (ValueError, RecursionError) as error:
-            reason = one_line(error)
-            raise UserError(f"the JSON schema is no JSON ({reason}): correct it") from error
-        return self.constraint("JSON schema", text, schema)
-
-    def json_object(self) -> Constraint:
-        """Any JSON object."""
-        return self.schema({"type": "object"})
+        return self.constraint("JSON schema", json_of(schema))
 
     def regex(self, pattern: str) -> Constraint:
         """Text that as a whole matches a regular expression, in the syntax of Rust's crate regex.
@@ -147,87 +118,53 @@ class Constraints:
         """
         return self.constraint("regex", pattern)
 
-    def constraint(self, kind: str, text: str, schema: dict | None = None) -> Constraint:
-        """A copy of the matcher that was built for this text, or is built now."""
+    def constraint(self, kind: str, text: str) -> Constraint:
+        """A copy of the matcher that was built for this text, or is built now.
+
+        kind: "JSON schema", whose text is that of `json_of`, or "regex".
+        """
         key = kind, text
         with self.lock:
             matcher = self.kept.get(key)
         if matcher is None:
-            matcher = self.build(kind, text, schema)
+            matcher = grammar.matcher_of(self.vocabulary, kind, text)
         with self.lock:
             self.kept[key] = matcher
             self.kept.move_to_end(key)
             while len(self.kept) > self.n_kept:
                 self.kept.popitem(last=False)
-        return Constraint(matcher.deep_copy(), self.eot, self.ends)
+        return Constraint(matcher, self.eot, self.ends).copy()
 
-    def build(self, kind: str, text: str, schema: dict | None):
-        """A matcher at the beginning of a text. UserError if there can be none."""
-        too_long = f"the {kind} has {len(text):,} characters, and {MOST_CHARACTERS:,} are allowed"
-        require(len(text) <= MOST_CHARACTERS, f"{too_long}: shorten it")
-        make = self.library.LLMatcher
+    async def require_cheap(self, kind: str, text: str) -> None:
+        """UserError if `constraint` would take too long.
+
+        A process of its own finds out, which ends with this call.
+        """
+        if (kind, text) in self.kept:
+            return
+        trial = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "serving.grammar"],
+            cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE,
+        )
         try:
-            if schema is None:
-                grammar = make.grammar_from_regex(text)
-            else:
-                check_schema(schema)
-                grammar = make.grammar_from_json_schema(text, overrides=OPTIONS)
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"cannot enforce the {kind} ({one_line(error)}): correct it") from error
-        limits = self.library.LLParserLimits(**LIMITS)
-        matcher = make(self.vocabulary, grammar, log_level=0, limits=limits)
-        reason = reason_of(matcher.get_error())
-        require(not reason, f"cannot enforce the {kind} ({reason}): change or remove that")
-        # A reference to itself is no error, but then only the end of the text may come first.
-        mask = bytearray(matcher.compute_logit_bias())
-        mask[self.eot] = 0
-        require(any(mask), f"the {kind} allows no text, or only an empty one: correct it")
-        return matcher
+            await trial.communicate(json.dumps([kind, text]).encode())
+        finally:
+            if trial.returncode is None:
+                trial.kill()
+        most = f"more than {grammar.SECONDS} s of a processor"
+        fix = "use fewer patternProperties, allOf, smaller multipleOf or repetitions"
+        require(not trial.returncode, f"building the {kind} takes {most}: {fix}")
 
 
-def check_schema(schema: dict) -> None:
-    """UserError for what llguidance would accept without enforcing it, by name.
-
-    Looks at every object, also inside of constants: a $ref may point to any of them.
-    """
-    problem = "cannot enforce the JSON schema"
-    require("x-guidance" not in schema, f"{problem}: remove x-guidance, which changes its meaning")
-    left = [schema]
-    while left:
-        node = left.pop()
-        if isinstance(node, list):
-            left += node
-        if isinstance(node, str):
-            unwritable = f"{problem}: {node[:40]!r} has a control character, which is never written"
-            require(not UNWRITABLE.search(node), unwritable)
-        if not isinstance(node, dict):
-            continue
-        left += node.values()
-        fewest = node.get("minProperties")
-        few = not isinstance(fewest, int | float) or fewest <= 1
-        require(few, f"{problem}: minProperties above 1 could be met by one key that is repeated")
-        named = node.get("patternProperties")
-        patterns = [*named] if isinstance(named, dict) else []
-        for pattern in [*patterns, node.get("pattern")]:
-            if isinstance(pattern, str):
-                check_pattern(pattern)
-
-
-def check_pattern(pattern: str) -> None:
-    """UserError for a `pattern` that llguidance reads in another way than validators."""
-    plain = re.sub(r"\\[\\\[\]]", "x", pattern)  # escaped ones open and close no class
-    for what, spelling in IN_PATTERN.items():
-        found = re.search(spelling, plain)
-        problem = f"cannot enforce the JSON schema: its pattern {pattern[:40]!r} has {what}"
-        require(not found, f"{problem}; list the characters that are allowed")
-
-
-def reason_of(error: str) -> str:
-    """What llguidance says of a schema or regex, in a few words."""
-    reason = error.rpartition("error: ")[2].partition("\n")[0].partition(". Enable")[0][:200]
-    return f"pattern: {reason}" if error.startswith("regex parse error") else reason
+def json_of(schema: dict) -> str:
+    """A schema as JSON. UserError if it is none."""
+    is_object = isinstance(schema, dict)
+    require(is_object, 'the JSON schema must be an object, such as {"type": "object"}')
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the JSON schema is no JSON ({one_line(error)}): correct it") from error
 
 
 def random_text(constraint: Constraint, tokenizer, draw: random.Random, n_tokens: int) -> str:

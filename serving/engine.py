@@ -43,6 +43,10 @@ MIN_COST = 32
 AHEAD = 4  # waiting texts whose adapters are loaded in advance
 
 
+class NotFinite(UserError):
+    """The model gives no probabilities: no request is at fault."""
+
+
 @dataclass(eq=False)
 class Request:
     """A text that somebody waits for.
@@ -129,7 +133,8 @@ class Engine:
         fix = "shorten the prompt or lower max_new_tokens"
         fits = text.max_length <= self.max_tokens
         require(fits, f"{parts} are more than {self.max_tokens} together: {fix}")
-        require(text.max_new_tokens >= 1, "max_new_tokens must be 1 or more")
+        least = 1 if request.of_prompt is None else 0
+        require(text.max_new_tokens >= least, f"max_new_tokens must be {least} or more")
         require((request.n_logprobs or 0) >= 0, "n_logprobs must be 0 or more")
         no_bank = f"no adapters are served here, so not {text.adapter}: leave the adapter out"
         require(self.bank or text.adapter == BASE, no_bank)
@@ -280,8 +285,13 @@ class Engine:
                 self.rows.join(cache)
                 self.running.append(request)
                 self.reading = self.prompt = None
-                self.add_tokens([request], logits)
-                self.speed.prompts += 1
+                if text.max_new_tokens:
+                    self.add_tokens([request], logits)
+                    self.speed.prompts += 1
+                else:  # its prompt was to be read, no more
+                    text.end = "max_new_tokens"
+                    self.events.append(Event(request, end=text.end))
+                    self.remove(request)
                 if not request.error:
                     self.prefixes.keep(cache, self.prefix_start(text), text.ids[: text.n_prompt])
         except Exception as error:
@@ -308,7 +318,9 @@ class Engine:
         requests = list(self.running)
         try:
             cache = self.rows.for_next_token()
-            logits = self.logits(requests, [request.text.ids[-1:] for request in requests], cache)
+            n_columns = self.rows.end - min(self.rows.pads)  # that the step sees
+            last_ids = [request.text.ids[-1:] for request in requests]
+            logits = self.logits(requests, last_ids, cache, self.rows.graphs)
             self.add_tokens(requests, logits)
         except Exception as error:  # such as: no memory. No text can go on without this token
             for request in reversed(requests):
@@ -317,13 +329,13 @@ class Engine:
         self.speed.steps += 1
         self.speed.tokens += len(requests)
         self.speed.seconds += time.perf_counter() - begin
-        self.speed.cached_tokens += len(requests) * cache.length
+        self.speed.cached_tokens += len(requests) * n_columns
         self.speed.adapter_bytes += self.bank.bytes_per_step if self.bank else 0
 
     def logits(self, requests: list[Request], ids: list[list[int]], cache, decode=None):
         """The logits (n, V) of the next token of n texts, whose last tokens are `ids` (n, T).
 
-        decode: another method of the decoder.
+        decode: another method of the decoder, or the graphs of its steps.
         """
         if self.bank:
             self.bank.use([request.text.adapter for request in requests])
@@ -333,19 +345,23 @@ class Engine:
     def add_tokens(self, requests: list[Request], logits) -> None:
         """Draw the next token of n running texts from logits (n, V), and add it to them."""
         log_p = log_probabilities(requests, logits)
+        is_finite = logits.sum(dim=-1).isfinite()
         errors = [None] * len(requests)
-        is_finite = logits.sum(dim=-1).isfinite().tolist()  # waits for the device
         for row, request in enumerate(requests):
-            try:
-                require(is_finite[row], "the logits are not finite: try --precision=fp32")
-                if request.constraint:
+            if request.constraint:
+                try:
                     forbid(logits[row], request.constraint.mask())
-            except Exception as error:  # it ends this text alone
-                errors[row] = error
+                except Exception as error:  # it ends this text alone
+                    errors[row] = error
 
-        tokens = draw(requests, logits)
+        drawn = torch.stack([draw(requests, logits), is_finite])
+        tokens, is_finite = drawn.tolist()  # waits for the device
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             try:
+                if not is_finite[row]:
+                    fix = {torch.float32: "train again from an earlier checkpoint"}
+                    fix = fix.get(self.decoder.dtype, "try --precision=fp32")
+                    raise NotFinite(f"the logits are not finite: {fix}")
                 if request.constraint and not errors[row]:
                     request.constraint.accept(token)
             except Exception as error:
@@ -390,19 +406,19 @@ def forbid(logits, mask) -> None:
     logits.masked_fill_(mask.to(logits.device) == 0, -torch.inf)
 
 
-def draw(requests: list[Request], logits) -> list[int]:
-    """A token for each row of logits (n, V), with one call for all rows of equal settings."""
+def draw(requests: list[Request], logits) -> torch.Tensor:
+    """A token for each row of logits (n, V): (n,). Rows of equal settings are drawn in one call."""
     groups = defaultdict(list)
     for row, request in enumerate(requests):
         groups[request.sampling].append(row)
-    tokens = [0] * len(requests)
+    tokens = logits.new_empty(len(requests), dtype=torch.int64)
     for sampling, rows in groups.items():
         texts = [requests[row].text for row in rows]
         uniforms = torch.stack([text.uniforms[text.new_tokens] for text in texts])
-        of_group = logits if len(rows) == len(requests) else logits[rows]
-        drawn = sample(of_group, **vars(sampling), uniform=uniforms.to(logits.device))
-        for row, token in zip(rows, drawn.tolist(), strict=True):
-            tokens[row] = token
+        uniforms = uniforms.to(logits.device, non_blocking=True)  # the step may still run
+        if len(groups) == 1:
+            return sample(logits, **vars(sampling), uniform=uniforms)
+        tokens[rows] = sample(logits[rows], **vars(sampling), uniform=uniforms)
     return tokens
 
 

@@ -8,6 +8,8 @@ kernel of attention.py know already:
     row 1    . t t t t t t t t t      pad 1, the longest text: a step reads columns 1 to 9
     row 2    . . . . . . . t t t      pad 7: a text that has just joined
 
+With CUDA graphs (serving/step_graph.py) a step gets all columns, and sees the same part of them.
+
 A text joins when its keys and values are copied to the right end of a row. When it leaves, the last
 row takes its place. When all columns are used, the rows are shifted to the left.
 """
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from model import KVCache
+from serving import step_graph
 from serving.decoder import Decoder
 
 SLACK = 64  # columns more than the longest text needs: rows are shifted once in so many steps
@@ -30,15 +33,20 @@ class Rows:
 
     n_rows: at most so many texts. max_tokens: of each text, prompt included.
 
-    Before a row's text there are zeros. Attention gives hidden keys a weight of 0, but 0 * NaN is
-    NaN, and NaN may be left in memory that is new, or in the row of a text that has failed.
+    Before a row's text there are zeros, and with graphs after it. Attention gives hidden keys a
+    weight of 0, but 0 * NaN is NaN, and NaN may be left in memory that is new, or in the row of a
+    text that has failed.
     """
 
     def __init__(self, decoder: Decoder, n_rows: int, max_tokens: int):
         self.n_columns = max_tokens + SLACK
         self.cache = decoder.model.new_cache(n_rows, self.n_columns, decoder.cache_dtype)
         self.layers = [*self.cache.k, *self.cache.v]  # (n_rows, Hkv, n_columns, D) each
+        captured = step_graph.suits(decoder)
+        self.graphs = step_graph.StepGraphs(decoder, self.cache) if captured else None
         self.pads = []  # for each row in use, the columns before its text
+        self.sent = []  # the padding of the last step, and the same on the device
+        self.pad = None
         self.end = 0  # the column after the last one in use
 
     def join(self, prompt: KVCache) -> None:
@@ -52,6 +60,8 @@ class Rows:
         for layer, new in zip(self.layers, [*prompt.k, *prompt.v], strict=True):
             layer[row, :, :pad] = 0
             layer[row, :, pad : self.end] = new[0, :, :n]
+            if self.graphs:
+                layer[row, :, self.end :] = 0
         self.pads.append(pad)
 
     def leave(self, row: int) -> None:
@@ -77,12 +87,14 @@ class Rows:
         """The rows in use, as the cache of a step that adds a token to each."""
         if self.end == self.n_columns:
             self.shift(-min(self.pads))
-        n, first = len(self.pads), min(self.pads)
+        n = len(self.pads)
+        first = 0 if self.graphs else min(self.pads)
         k, v = self.cache.k[:, :n, :, first:], self.cache.v[:, :n, :, first:]
-        pad = None
-        if max(self.pads) > first:
-            pad = torch.tensor([pad - first for pad in self.pads], device=k.device)
-        cache = KVCache(k, v, self.end - first, pad)
+        pads = [pad - first for pad in self.pads]
+        if pads != self.sent:
+            self.sent = pads
+            self.pad = torch.tensor(pads, device=k.device) if any(pads) else None
+        cache = KVCache(k, v, self.end - first, self.pad)
         self.end += 1
         return cache
 

@@ -28,12 +28,12 @@ class Sampling:
 
     temperature: float = 1.0  # 0: always the likeliest token
     top_k: int = 0  # draw from this many of the likeliest tokens (0 = no limit)
-    top_p: float = 1.0  # and from the fewest of them that together have this probability
+    top_p: float = 1.0  # and from the fewest of them that have this probability (0: one)
 
     def __post_init__(self):
         has_temperature = 0 <= self.temperature < math.inf
-        in_range = has_temperature and self.top_k >= 0 and 0 < self.top_p <= 1
-        require(in_range, "temperature, top_k must be 0 or more, top_p in (0, 1]")
+        in_range = has_temperature and self.top_k >= 0 and 0 <= self.top_p <= 1
+        require(in_range, "temperature, top_k must be 0 or more, top_p in [0, 1]")
 
 
 def uniforms(seed: int, prompt: list[int], repeat: int, n: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ class Text:
 
     text        the continuation so far
     streamed    how many of its characters `add` has returned
+    begins      where in it each of its tokens begins, end-of-text included
     end         why the text ended; None while it grows: "end of text", "stop string",
                 "max_new_tokens", "max_seq_len"; in an engine also "cancelled" and "error"
     """
@@ -82,6 +83,7 @@ class Text:
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # keeps incomplete characters
         self.text = ""
         self.streamed = 0
+        self.begins = []
         self.end = None
 
     def add(self, token: int) -> str:
@@ -90,6 +92,7 @@ class Text:
         A character of several bytes is shown when it is complete. Characters that may begin a stop
         string are held back.
         """
+        self.begins.append(len(self.text))
         if token in self.tokenizer.ends:
             self.end = "end of text"
         else:
@@ -108,11 +111,13 @@ class Text:
         return self.text[streamed_before : self.streamed]
 
     def cut_at_stop_string(self) -> None:
-        """End the text before the first stop string in it. Streamed characters hold none."""
+        """End the text, and its tokens, before the first stop string. Streamed ones hold none."""
         found = [self.text.find(stop, self.streamed) for stop in self.stops]
         positions = [position for position in found if position >= 0]
         if positions:
             self.text = self.text[: min(positions)]
+            self.begins = [begin for begin in self.begins if begin < len(self.text)]
+            self.ids = self.ids[: self.n_prompt + len(self.begins)]
             self.end = "stop string"
 
     def held_back(self) -> int:
@@ -136,8 +141,8 @@ class Text:
 
     @property
     def drawn_tokens(self) -> int:
-        """How many tokens were drawn: those of the continuation, and end-of-text if it came."""
-        return self.new_tokens + (self.end == "end of text")
+        """How many tokens the continuation has, and end-of-text if it came."""
+        return len(self.begins)
 
     @property
     def max_length(self) -> int:

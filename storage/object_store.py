@@ -11,8 +11,9 @@ But there is no rename: what consists of several objects is published by writing
 Bytes are checked in both directions. On the way up each request carries its SHA-256, and the
 store refuses what does not fit. Downloads are checked by us alone, by crc32, as they come.
 
-Every request is tried several times. What then fails is a StoreError of one line, by cause, which
-names neither the server nor a key. Credentials and endpoint come from the usual variables:
+Every request is tried several times, unless the store refuses it for good. What then fails is a
+StoreError of one line, by cause, or with the store's own reason. It names neither the server nor a
+key. Credentials and endpoint come from the usual variables:
 AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL; GOOGLE_..., AZURE_...
 `~/.aws/credentials` is not read: `eval "$(aws configure export-credentials --format env)"`.
 
@@ -21,6 +22,7 @@ The client is obstore (requirements-extra.txt), imported when a store is opened.
 Run `python -m storage.object_store s3://bucket/folder` to list what is there.
 """
 
+import contextlib
 import errno
 import os
 import random
@@ -37,13 +39,15 @@ PART = 8 << 20  # bytes of a request. At most 10,000 make a file: larger files h
 BLOCK = 1 << 20  # bytes read or written at a time
 TRIES = 4  # of each action,
 RETRIES = 4  # in each of which the client repeats a request as often as this
-PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
+PAUSE = 0.5  # seconds before the second try; each later pause is twice as long,
+LONGEST_PAUSE = 20  # up to this
 
 # What stands in an error of the client, and what it means. The first that matches counts.
 MISSING = {
     "NoSuchBucket": "there is no such bucket: create it, or correct its name",
     "ContainerNotFound": "there is no such container: create it, or correct its name",
 }
+EXPIRED = "the temporary credentials have expired: set new ones, and start again"
 PERMANENT = MISSING | {
     "169.254.169.254": "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "metadata.google.internal": "no credentials: set GOOGLE_APPLICATION_CREDENTIALS",
@@ -55,8 +59,12 @@ PERMANENT = MISSING | {
     "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
     "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
     "redirect without LOCATION": "the bucket is in another region: set AWS_REGION",
-    "403 Forbidden": "the store refuses these credentials",
+    "ExpiredToken": EXPIRED,
+    "TokenRefreshRequired": EXPIRED,
+    "InvalidToken": "the store does not know this session token: set AWS_SESSION_TOKEN",
     "os error 13": "no permission for this folder",
+    "range was invalid": "the object is shorter than it was",
+    "InvalidRange": "the object is shorter than it was",
 }
 PASSING = {
     "os error 28": "the disk is full",
@@ -67,6 +75,16 @@ PASSING = {
     "operation timed out": "the store does not answer in time",
     "response body error": "the connection is cut again and again",
 }
+# Answers to a request that was wrong (4xx) but may be right the next time: damaged on the way, too
+# late, in conflict with another one, too early, one too many.
+TRY_AGAIN = ("400", "408", "409", "425", "429")
+STATUS = re.compile(r"status (?:code: )?(\d{3} [A-Z][A-Za-z ]+)")
+# The store's own reason: <Code>QuotaExceeded</Code><Message>The quota is used up</Message>
+REASON = re.compile(r"(?s)(?:.*?<Code>(\w+)</Code>)?(?:.*?<Message>([ -;=-~]{1,200}))?")
+BAD_NAME = re.compile(r'object with invalid path: .*?Path "(.*?)"')
+# Variables with the address of a server, and what the client takes.
+ENDPOINTS = re.compile("(AWS|AZURE|AZURE_STORAGE)_ENDPOINT(_URL|_URL_S3)?")
+HTTP = re.compile(r"https?://[\w.:[\]-]+(/[\w./-]*)?", re.IGNORECASE)
 
 
 class StoreError(UserError):
@@ -84,12 +102,13 @@ class DamagedObject(StoreError):
     """An object that does not have the size or hash in its checkpoint's list."""
 
 
-def open_store(url: str) -> "Store":
+def open_store(url: str, tries: int = TRIES) -> "Store":
     """The store at s3://bucket/path, gs://, az://container/path, file:///folder or memory://.
 
-    It is not asked anything yet. UserError for another address, or without obstore.
+    tries: of each request, before its error is raised. It is not asked anything yet. UserError for
+    another address, or without obstore.
     """
-    return Store(url)
+    return Store(url, tries)
 
 
 def check_url(url: str) -> None:
@@ -109,15 +128,19 @@ def check_url(url: str) -> None:
 class Store:
     """The objects below one address."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, tries: int = TRIES):
         check_url(url)
-        self.url = url.rstrip("/")
+        check_endpoints()
+        self.url, self.tries = url.rstrip("/"), tries
+        self.is_down = False  # and has said so
         obstore = import_obstore()
         self.errors = obstore.exceptions
-        self.client = self.attempt(lambda: connect(obstore, url, read_timeout="20s"), "")
+        # Many who ask patiently would ask an overloaded store too often if the client did so, too.
+        retries = RETRIES if tries <= TRIES else 0
+        self.client = self.attempt(lambda: connect(obstore, url, retries, read_timeout="20s"), "")
         # read_timeout counts while sending, too: it would end slow uploads.
         is_local = url.startswith(("file:", "memory:"))
-        self.sender = self.client if is_local else connect(obstore, url)
+        self.sender = self.client if is_local else connect(obstore, url, retries)
 
     # --- whole files
 
@@ -203,20 +226,29 @@ class Store:
         content: unique to the caller. If an answer is lost, the client repeats its request, is
         refused, and knows by the content that it had won.
         """
-        if self.creates(key, content):
-            return True
-        try:
-            return self.get(key) == content
-        except FileNotFoundError:  # deleted meanwhile
-            return False
+        for _ in range(self.tries):
+            if self.creates(key, content):
+                return True
+            with contextlib.suppress(FileNotFoundError):
+                return self.get(key) == content
+            time.sleep(PAUSE)  # refused, yet not there: another request was under way
+        raise StoreError(f"{self.url}: the store refuses to create {key}, which it lacks", True)
 
     def creates(self, key: str, content: bytes) -> bool:
-        """One conditional write: False if there is an object. Some stores ignore the condition."""
-        try:
-            self.attempt(lambda: self.client.put(key, content, mode="create"), key)
-        except self.errors.AlreadyExistsError:
-            return False
-        return True
+        """One conditional write: False if it is refused. Some stores ignore the condition.
+
+        Only here "409 Conflict" may mean that there is an object. It may also mean that another
+        request is under way.
+        """
+
+        def put():
+            try:
+                self.client.put(key, content, mode="create")
+            except self.errors.AlreadyExistsError:
+                return False
+            return True
+
+        return self.attempt(put, key)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """The objects below a prefix, which is a folder: name relative to it -> bytes."""
@@ -238,9 +270,11 @@ class Store:
         tries = 0
         while True:
             try:
-                return action()
-            except self.errors.AlreadyExistsError:
-                raise
+                result = action()
+                if self.is_down:
+                    self.is_down = False
+                    print(f"{self.url} answers again", flush=True)
+                return result
             except (self.errors.BaseError, FileNotFoundError) as error:
                 tries += 1
                 self.pause_or_raise(error, key, tries)
@@ -252,10 +286,21 @@ class Store:
             raise error  # a file of this machine
         if isinstance(error, FileNotFoundError) and not any(mark in text for mark in MISSING):
             raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.url}/{key}") from None
-        passes = not any(mark in text for mark in PERMANENT)
-        if not passes or tries >= TRIES:
-            raise StoreError(f"{self.url}: {cause(text)}", passes) from error
-        time.sleep(PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1.5))
+        problem = f"{self.url}: {cause(text)}"
+        if not may_pass(text) or tries >= self.tries:
+            raise StoreError(problem, may_pass(text)) from error
+        if tries == TRIES and not self.is_down:
+            self.is_down = True
+            program.print_error(f"{problem}. Trying again", "store")
+        pause = min(LONGEST_PAUSE, PAUSE * 2 ** (tries - 1))
+        time.sleep(pause * random.uniform(0.5, 1.5))
+
+
+def may_pass(text: str) -> bool:
+    """Whether an error of the client may go away by itself, as an outage does."""
+    status = STATUS.search(text)
+    is_refused = status and status[1].startswith("4") and not status[1].startswith(TRY_AGAIN)
+    return not (is_refused or BAD_NAME.search(text) or any(mark in text for mark in PERMANENT))
 
 
 def cause(text: str) -> str:
@@ -263,8 +308,21 @@ def cause(text: str) -> str:
     for mark, words in (PERMANENT | PASSING).items():
         if mark in text:
             return words
-    status = re.search(r"status (?:code: )?(\d{3} [A-Z][A-Za-z ]+)", text)
-    return f"the store answers {status[1].strip()}" if status else "the store fails"
+    if name := BAD_NAME.search(text):
+        return f"the client cannot read the name of the object {name[1]!r}: rename or delete it"
+    status = STATUS.search(text)
+    reason = ": ".join(filter(None, REASON.search(text).groups()))
+    answer = reason or (status and status[1].strip())
+    return f"the store answers {answer}" if answer else "the store fails"
+
+
+def check_endpoints() -> None:
+    """UserError for a variable that is no address: the client would crash."""
+    for name, value in os.environ.items():
+        require(
+            not ENDPOINTS.fullmatch(name) or HTTP.fullmatch(value),
+            f"{name} is not an address: set it to http://HOST:PORT or https://HOST, or unset it",
+        )
 
 
 def import_obstore():
@@ -277,7 +335,7 @@ def import_obstore():
     return obstore
 
 
-def connect(obstore, url: str, **timeouts):
+def connect(obstore, url: str, retries: int, **timeouts):
     """A client of obstore, with what its defaults get wrong."""
     kind, _, rest = url.partition("://")
     if kind == "memory":
@@ -289,7 +347,7 @@ def connect(obstore, url: str, **timeouts):
         more["checksum_algorithm"] = "SHA256"  # without it a store keeps damaged uploads
     # `timeout` is for a whole request: 300 s let parts through at 0.3 MB/s.
     options = {"connect_timeout": "5s", "timeout": "300s", "allow_http": True} | timeouts
-    retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=120)}
+    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=120)}
     return obstore.store.from_url(url, client_options=options, retry_config=retry, **more)
 
 

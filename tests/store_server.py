@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 
 BUCKET = "runs"
+ABORTED = 409, "OperationAborted", "A conflicting operation is in progress. Try again."
+CONFLICT = 409, "ConditionalRequestConflict", "A conflicting operation occurred. Try again."
 KEYS = {"AWS_ACCESS_KEY_ID": "writer", "AWS_SECRET_ACCESS_KEY": "secret-of-writer"}
 READER = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "secret-of-reader"}
 
@@ -169,6 +171,7 @@ class Proxy:
     What happens to a request, None: nothing.
 
         "503"      it is not passed on; the answer is 503
+        (409, "OperationAborted", "try again")      the same: status, code and message of an error
         "refuse"   it is not passed on; the connection ends
         "cut"      half of what it sends arrives, or half of the answer to a GET
         "corrupt"  one bit of what it sends, or of the answer to a GET, is another
@@ -208,7 +211,11 @@ def handler(proxy: Proxy):
                 return
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if fault == "503":
-                self.reply(503, [], b"")
+                fault = 503, "SlowDown", "Please reduce your request rate."
+            if isinstance(fault, tuple):
+                status, code, message = fault
+                answer = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+                self.reply(status, [("Content-Type", "application/xml")], answer.encode())
                 return
             if fault == "corrupt" and body:
                 body = flipped(body)

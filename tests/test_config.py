@@ -14,7 +14,9 @@ from conftest import ROOT, refusal
 
 import config
 import generate
+import plan
 import program
+import serve
 from config import (
     RANGES,
     SHARDING_MODES,
@@ -26,7 +28,10 @@ from config import (
     load,
     to_json,
 )
+from evaluation import zero_shot
 from program import alternatives
+from text import mds
+from weights import hf
 
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
 
@@ -383,6 +388,27 @@ def test_a_program_may_take_something_else_than_config_files():
     for argv in ([], ["a", "b"]):
         message = refusal(load, argv, Texts, takes="RUN")
         assert message.startswith("usage: python ") and " RUN [--key=value ...]" in message
+
+
+def test_an_address_is_refused_where_a_path_belongs(write):
+    """In every text of every program that may be a path, also in lists; and in arguments."""
+    for cls in (TrainConfig, generate.GenerateSettings, serve.ServeSettings, plan.PlanArgs):
+        for field in dataclasses.fields(cls):
+            is_text = field.type in (str, list[str], "str", "list[str]")
+            if is_text and field.name not in (*program.PROSE, *program.ADDRESSES):
+                for address in ("s3://bucket/x", "a.txt,gs://bucket/x", "https://host/x"):
+                    message = refusal(load, [f"--{field.name}={address}"], cls)
+                    assert f"{field.name} has '{address}'" in message
+                    assert "--remote" in message and "--data_dir" in message
+    assert "run_dir has" in refusal(load, [write("run_dir = 's3://bucket/x'")], TrainConfig)
+    assert "mix has" in refusal(load, ["--mix=a 0.5 b", "--mix=c 0.5 s3://bucket/c"], TrainConfig)
+    _, cfg = load(["--remote=s3://b/x", "--data_dir=gs://b/y"], MPTConfig, TrainConfig)
+    assert (cfg.remote, cfg.data_dir) == ("s3://b/x", "gs://b/y")
+    (settings,) = load(["--prompt=see https://host/x"], generate.GenerateSettings)
+    assert settings.prompt == ["see https://host/x"]
+    for main in (generate.main, serve.main, hf.main, mds.main, zero_shot.main):
+        words = ["export", "run", "s3://bucket/x"] if main is hf.main else ["s3://bucket/x"]
+        assert "'s3://bucket/x', an address" in refusal(main, words)
 
 
 def test_a_list_grows_with_each_flag(write):

@@ -184,7 +184,7 @@ def test_wrong_adapters_are_answered_in_one_line(run, tmp_path):
 
 WRONG_FLAGS = {
     "--step=9": "step-1, step-2, and 0 is untrained",
-    "--top_p=0": "top_p in (0, 1]",
+    "--top_p=-0.1": "top_p in [0, 1]",
     "--top_k=-1": "top_k must be 0 or more",
     "--temperature=nan": "expected a number",
     "--seed=-1": "seed must be from 0 to",

@@ -38,11 +38,14 @@ STEPS += [
     "train step, ZERO1, none, compiled",
 ]
 OTHERS = [f"{run}, FULL_SHARD, none, eager" for run in ("evaluation", "scoring", "staging")]
-OTHERS += ["generation, one rank, none, eager"]
+GENERATION = [
+    f"generation, one rank, none, eager, {model}" for model in ("ALiBi", "grouped heads", "learned")
+]
 GRID = "train step, tp 2 x pp 2 x ZERO1, none, eager"
 MODELS = {
     "ALiBi": {"alibi": True, "attn_impl": "triton"},
     "grouped heads": {"rope": True, "kv_n_heads": 2, "qk_ln": True},
+    "learned": {"attn_impl": "sdpa"},
     "dropout": {"emb_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1},
     "untied": {
         "tie_word_embeddings": False,
@@ -111,6 +114,7 @@ def found(case: str, faults: list[str]) -> dict:
 
     run, *words = case.split(", ")
     counters.clear()
+    fake_gpu.Graph.replays.clear()
     with contextlib.ExitStack() as stack:
         for fault in faults:
             stack.enter_context(planted(fault))
@@ -120,6 +124,7 @@ def found(case: str, faults: list[str]) -> dict:
     def texts(chosen) -> list[str]:
         return [str(op) for op in chosen]
 
+    captured = [op for op in operations if op.part == "captured"]
     of_optimizer = dtypes(op for op in operations if op.part == "optimizer")
     return {
         "read-backs": texts(trace.read_backs()),
@@ -141,6 +146,9 @@ def found(case: str, faults: list[str]) -> dict:
         "per microbatch": sum(op.part in ("forward", "backward") for op in operations)
         / MICROBATCHES,
         "cut short": trace.cut_short,
+        "captured": texts(captured),
+        "captured weight casts": texts(filter(casts_a_weight, captured)),
+        "replays": len(fake_gpu.Graph.replays),
         "graphs": counters["stats"]["unique_graphs"],
         "graph breaks": list(counters["graph_break"]),
     }
@@ -149,6 +157,16 @@ def found(case: str, faults: list[str]) -> dict:
 def is_cast_of_a_weight(op) -> bool:
     """Whether it casts the weight of Wqkv, up_proj or down_proj: no other tensor has its shape."""
     return str(op.cast) == "(torch.float32, torch.bfloat16)" and op.inputs[-1].shape in WEIGHTS
+
+
+def casts_a_weight(op) -> bool:
+    """Whether it casts what may be a weight or a bias: activations have more dimensions.
+
+    The logits have not, and become fp32.
+    """
+    if not op.cast or not op.cast[0].is_floating_point:
+        return False
+    return len(op.inputs[-1].shape) <= 2 and op.inputs[-1].shape[-1] != VOCAB - 1
 
 
 def loss_dtypes(trace) -> list[str]:
@@ -190,8 +208,9 @@ def planted(fault: str):
     import model
     import optim
     import parallel
+    from serving import step_graph
 
-    clip, batch_hash, gelu = optim.clip_gradients, data.batch_hash, F.gelu
+    clip, batch_hash, gelu, linear = optim.clip_gradients, data.batch_hash, F.gelu, F.linear
     attention, policy, build = model.attention, parallel.MixedPrecisionPolicy, parallel.MPT
 
     def clear_first(rows):
@@ -214,6 +233,16 @@ def planted(fault: str):
         # and so gradients and moments
         "weights_in_bf16": (parallel, "MPT", lambda cfg: build(cfg).bfloat16()),
         "another_operation": (F, "gelu", lambda x: gelu(x) * 1.5),
+        "casts_in_each_step": (
+            F,
+            "linear",
+            lambda x, *w: linear(x, *(y.float().bfloat16() for y in w)),
+        ),
+        "position_on_the_host": (
+            step_graph.StepCache,
+            "positions",
+            lambda cache, n: cache.end.new_full((1, 1), cache.end.item()),
+        ),
         "casts_in_each_microbatch": (
             parallel,
             "weights_cast_once",
@@ -249,7 +278,7 @@ def logs(tmp_path_factory) -> dict:
     library = fake_gpu.build(tmp_path_factory.mktemp("driver"))
     environment = rooms_on_path()
     environment["PYTHONPATH"] += f":{ROOT}/tests"
-    names = [*STEPS, *OTHERS, *VARIANTS, *ACCUMULATED, GRID, *FAULTS]
+    names = [*STEPS, *OTHERS, *GENERATION, *VARIANTS, *ACCUMULATED, GRID, *FAULTS]
     pairs = [(case, []) for case in names[: -len(FAULTS)]]
     pairs += [(case_of(words), words.split()[1:]) for words in FAULTS]
     command = [sys.executable, "-c", PROGRAM, str(library), json.dumps(pairs)]
@@ -341,12 +370,16 @@ FAULTS = {
     "ZERO1 loss_in_bf16 early_reduction": ["loss: .*bfloat16", "reduce-scatter float32': 6"],
     "one_rank weights_in_bf16": ["adam: .*bfloat16"],
     "one_rank another_operation": ["more than 131 kernels"],
+    "generation casts_in_each_step": ["captured weight casts: .*bfloat16.256, 64"],
+    "generation position_on_the_host": ["read-backs: .*aten::item"],
     "one_rank boolean_index": ["read-backs: .*aten::index", "cut short: True"],
 }
 
 
 def case_of(words: str) -> str:
     """The case of planted faults."""
+    if words.startswith("generation"):
+        return GENERATION[0]
     return f"train step, {words.split()[0].replace('one_rank', 'one rank')}, none, eager"
 
 
@@ -357,7 +390,9 @@ def test_a_step_stays_on_the_gpu_and_never_waits(logs, case):
 
 @pytest.mark.parametrize("words", FAULTS)
 def test_planted_faults_are_found(logs, words):
-    found = "\n".join(problems_of_step(case_of(words), logs[words]))
+    case, log = case_of(words), logs[words]
+    of_text = case in GENERATION
+    found = "\n".join(problems_of_generation(log) if of_text else problems_of_step(case, log))
     assert not [fault for fault in FAULTS[words] if not re.search(fault, found)], found
 
 
@@ -399,10 +434,16 @@ def test_scoring_waits_once_a_batch(logs):
     assert all("evaluation/score.py" in op for op in log["to the device"])  # ids, labels, padding
 
 
-def test_generation_stays_on_the_gpu(logs):
-    log = logs["generation, one rank, none, eager"]
-    assert not problems(log, STAYS | MOVES_NOTHING)
-    assert log["operations"] > 100
+@pytest.mark.parametrize("case", GENERATION)
+def test_generation_stays_on_the_gpu_and_a_step_is_one_replay(logs, case):
+    """Seven steps follow the prompt. Nothing is sent, and no weight is cast."""
+    assert not problems_of_generation(logs[case])
+    assert len(logs[case]["captured"]) > 30 and logs[case]["operations"] > 100
+
+
+def problems_of_generation(log: dict) -> list[str]:
+    """What is not as it must be in a text's generation."""
+    return problems(log, STAYS | MOVES_NOTHING | {"replays": 7, "captured weight casts": []})
 
 
 def test_what_a_checkpoint_stages_is_not_touched_before(logs):

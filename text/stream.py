@@ -60,6 +60,7 @@ AHEAD = 64  # steps
 REQUESTS = 64  # at a time, of a node
 MOST_BLOCKS = 64  # of a request: 1 MiB
 POLL = 0.002  # seconds between two looks for a file
+TRIES = 35  # of a request while the store is down: for ten minutes
 PATIENCE = 60  # seconds after which a missing folder is an error
 PREFIX = "mpt-tokens-"
 
@@ -394,7 +395,7 @@ class Fetcher:
     def __init__(self, url: str, folder: Path):
         self.folder, self.index = folder, read_index(folder / blocks.NAME)
         self.shard_begins = set(self.index.first.tolist())
-        self.store = open_store(url)
+        self.store = open_store(url, TRIES)
         self.cache = os.open(folder / "cache", os.O_RDWR)
         self.readers = np.memmap(folder / "readers", np.int64, "r").reshape(-1, 2)
         self.free = deque(range(os.fstat(self.cache).st_size // BLOCK))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from fastapi import FastAPI, Request
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from program import UserError
@@ -15,6 +16,22 @@ from web.completions import Service, respond
 from web.guard import MOST_BYTES, Guard, too_large
 from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+
+
+class Route(APIRoute):
+    """An endpoint. One that takes GET also takes HEAD, to which uvicorn sends no body."""
+
+    def matches(self, scope):
+        """Whether a request is for this endpoint, and what its path says."""
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        return super().matches({**scope, "method": "GET"} if is_head else scope)
+
+    async def handle(self, scope, receive, send) -> None:
+        """Answer a request, unless its method is wrong."""
+        if scope["method"] == "HEAD" and "GET" in self.methods:
+            await self.app(scope, receive, send)
+        else:
+            await super().handle(scope, receive, send)
 
 
 @dataclass
@@ -60,6 +77,7 @@ def build(
         redirect_slashes=False,
         max_body_size=MOST_BYTES,
     )
+    app.router.route_class = Route
     add_errors(app)
     upload_bytes = 0
     if isinstance(service, Viewer):
@@ -73,7 +91,6 @@ def build(
             upload_bytes = service.finetuning.upload_bytes
     if folders:
         runs.add_runs(app, folders)
-    page.add_planner(app)
     page.add_page(app, parts_of(service, folders))
     guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics, upload_bytes)
 
@@ -94,12 +111,13 @@ def build(
 
 def parts_of(service: Service | Viewer, folders: dict | None) -> dict:
     """Which of its parts the page can use. chat: the model came with a chat template."""
-    parts = {"model": None, "jobs": False, "runs": bool(folders), "chat": False}
+    parts = {"model": None, "jobs": False, "worker": None, "runs": bool(folders), "chat": False}
     if isinstance(service, Viewer):
         return parts
     has_template = service.template.source != CHATML
     own = {"model": service.catalog.base, "jobs": bool(service.finetuning), "chat": has_template}
-    return parts | own
+    worker = service.finetuning.worker if service.finetuning else None
+    return parts | own | {"worker": worker}
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
@@ -140,7 +158,7 @@ def add_models(app: FastAPI, service: Service) -> None:
         try:
             catalog.load(body.lora_name, body.lora_path)
         except UserError as error:
-            raise ApiError(400, str(error), param="lora_path") from error
+            raise ApiError(400, shapes.public(str(error)), param="lora_path") from error
         return f"{body.lora_name} is loaded"
 
     @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)

@@ -1,19 +1,19 @@
 """From a request to its texts, and from their tokens to an answer, whole or as a stream.
 
-    body -> texts_of -> Service.opened -> engine's thread -> hand_out -> a queue for each request
+    body -> job_of -> Service.opened -> engine's thread -> hand_out -> a queue for each request
                                                                   |
                        answer, when all texts have ended    <-----+
                        stream, a chunk for each new piece   <-----+
 
-What takes long happens in other threads: encoding, chat templates, building constraints. A client
-that leaves ends its texts, whether they wait or run.
+What takes long happens in other threads: encoding, chat templates. Constraints are tried in a
+process of their own first, one at a time for each API key. A client that leaves ends all of this.
 """
 
 import asyncio
+import bisect
 import codecs
 import contextlib
 import json
-import math
 import random
 import sys
 import time
@@ -26,8 +26,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from program import UserError, one_line
 from serving.catalog import Catalog
-from serving.constraint import Constraints
-from serving.engine import Engine, Event, LogProbs, Request
+from serving.constraint import Constraint, Constraints, json_of
+from serving.engine import Engine, Event, LogProbs, NotFinite, Request
 from serving.sampling import Sampling
 from serving.stream import Text
 from serving.thread import SHUTTING_DOWN, EngineThread
@@ -57,6 +57,7 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
     queues: dict = field(default_factory=dict)  # Request of the engine -> the queue of its events
+    building: dict = field(default_factory=lambda: defaultdict(asyncio.Lock))  # of each API key
     is_draining: bool = False
     chat_stops: list[str] = field(init=False)  # what the template writes behind an answer
     longest_token: int = field(init=False)  # in bytes
@@ -141,14 +142,15 @@ class Job:
         return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": both}
 
 
-async def job_of(body: Generation, service: Service) -> Job:
-    """The texts that a body asks for. ApiError for what cannot be answered."""
+async def job_of(body: Generation, service: Service, owner: str) -> Job:
+    """The texts that a body asks for. owner: its API key. ApiError for what cannot be answered."""
     try:
         adapter = (await asyncio.to_thread(service.catalog.find, body.model)).key
     except UserError as error:
         raise shapes.unknown_model(str(error)) from error
     try:
-        requests = await asyncio.to_thread(requests_of, body, service, adapter)
+        constraint = await constraint_of(body, service, owner)
+        requests = await asyncio.to_thread(requests_of, body, service, adapter, constraint)
     except UserError as error:
         raise ApiError(400, str(error)) from error
     if isinstance(body, ChatRequest):
@@ -156,51 +158,69 @@ async def job_of(body: Generation, service: Service) -> Job:
     return Job("text", body, requests, bool(body.echo))
 
 
-def requests_of(body: Generation, service: Service, adapter: str) -> list[Request]:
+def requests_of(
+    body: Generation, service: Service, adapter: str, constraint: Constraint | None
+) -> list[Request]:
     """What the engine gets: a text for each choice of the answer, and what it must conform to."""
-    build = constraint_of(body, service)
-    if build and body.stop:
-        raise ApiError(400, "stop could cut a text that must conform: leave one out", "stop")
     make = chat_texts if isinstance(body, ChatRequest) else completion_texts
-    texts = make(body, service, adapter, is_free=build is None)
+    texts = make(body, service, adapter, is_free=constraint is None)
     sampling = Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k or 0,
+        top_k=max(0, body.top_k or 0),  # -1 is vLLM's for no limit
         top_p=1.0 if body.top_p is None else body.top_p,
     )
-    requests = [Request(text, sampling, build and build(), body.n_logprobs) for text in texts]
+    requests = [
+        Request(text, sampling, constraint and constraint.copy(), body.n_logprobs) for text in texts
+    ]
     if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
         for request in requests:
             request.of_prompt = []
     return requests
 
 
-def constraint_of(body: Generation, service: Service):
-    """A function that makes the constraint of a text, or None. ApiError for one that is unknown."""
-    constraints = service.constraints
+async def constraint_of(body: Generation, service: Service, owner: str) -> Constraint | None:
+    """What the texts must conform to. UserError or ApiError for what cannot be enforced."""
+    kind, text = await asyncio.to_thread(asked_of, body)
+    if text is None:
+        return None
+    if body.stop:
+        raise ApiError(400, "stop could cut a text that must conform: leave one out", "stop")
+    async with service.building[owner]:
+        await service.constraints.require_cheap(kind, text)
+        return await asyncio.to_thread(service.constraints.constraint, kind, text)
+
+
+def asked_of(body: Generation) -> tuple[str, str | None]:
+    """The kind and text of a constraint, as `Constraints.constraint` takes them; None: no text."""
     asked = [body.response_format, body.guided_json, body.guided_regex]
     if sum(value is not None for value in asked) > 1:
         several = "response_format, guided_json and guided_regex exclude each other: keep one"
         raise ApiError(400, several, "response_format")
     if body.guided_regex is not None:
-        return partial(constraints.regex, body.guided_regex)
-    if body.guided_json is not None:
-        return partial(constraints.schema, body.guided_json)
-    if body.response_format is None:
-        return None
-    kind = body.response_format.get("type")
+        return "regex", body.guided_regex
+    schema = body.guided_json if body.response_format is None else schema_of(body.response_format)
+    return "JSON schema", None if schema is None else json_of(schema)
+
+
+def schema_of(form: dict) -> dict | None:
+    """The schema that a response_format asks for; None for any text. ApiError if it is wrong."""
+    kind = form.get("type")
+    fields = {"text": None, "json_object": "schema", "json_schema": "json_schema"}
+    if not isinstance(kind, str) or kind not in fields:
+        problem = f"response_format.type is {kind!r}: expected {', '.join(fields)}"
+        raise ApiError(400, problem, "response_format")
+    field = fields[kind]
+    if others := sorted(form.keys() - {"type", field}):
+        problem = f"response_format.{others[0]} does not belong to the type {kind}: leave it out"
+        raise ApiError(400, problem, "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
-        return constraints.json_object
-    if kind == "json_schema":
-        schema = body.response_format.get("json_schema")
-        schema = schema.get("schema") if isinstance(schema, dict) else None
-        if not isinstance(schema, dict):
-            raise ApiError(400, "response_format has no json_schema.schema", "response_format")
-        return partial(constraints.schema, schema)
-    known = "text, json_object, json_schema"
-    raise ApiError(400, f"response_format.type is {kind!r}: expected {known}", "response_format")
+        return form.get("schema", {"type": "object"})
+    named = form.get("json_schema")
+    if not isinstance(named, dict) or "schema" not in named:
+        raise ApiError(400, "response_format has no json_schema.schema", "response_format")
+    return named["schema"]
 
 
 def completion_texts(body: CompletionRequest, service: Service, adapter: str, is_free: bool):
@@ -212,6 +232,9 @@ def completion_texts(body: CompletionRequest, service: Service, adapter: str, is
         raise ApiError(400, f"{problem}: send several requests", param="prompt")
     if body.echo and body.logprobs is not None and body.stream:
         raise ApiError(400, "echo with logprobs does not stream: leave one out", param="stream")
+    if body.max_tokens == 0 and not (body.echo and body.logprobs is not None):
+        problem = "max_tokens 0 scores a prompt: set echo and logprobs, or a larger number"
+        raise ApiError(400, problem, param="max_tokens")
     texts = []
     for prompt in prompts:
         texts += texts_of(prompt, body, service, adapter, body.max_tokens, body.stops)
@@ -237,7 +260,8 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
 
     seed = random.getrandbits(62) if body.seed is None else body.seed
 
-    model_cfg, most = service.engine.decoder.cfg, max_tokens or room
+    model_cfg = service.engine.decoder.cfg
+    most = room if max_tokens is None else max_tokens
     settings = stops, seed, adapter, special_tokens
 
     def text_of(prompt, repeat: int) -> Text:
@@ -246,7 +270,8 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
     first = text_of(prompt, 0)
     if max_tokens is None:
         first.max_new_tokens = room - first.n_prompt
-    if first.n_prompt >= room or first.max_length > room:
+    has_no_room = max_tokens is None and first.max_new_tokens < 1
+    if has_no_room or first.max_length > room:
         asked = f"{first.n_prompt} tokens of the prompt and max_tokens {first.max_new_tokens}"
         asks_too_much = f"{asked} are more than {room}: lower max_tokens or shorten the prompt"
         problem = too_long if max_tokens is None else asks_too_much
@@ -265,27 +290,31 @@ def texts_of(prompt, body, service, adapter, max_tokens, stops, special_tokens=F
 
 
 async def respond(body: Generation, service: Service, http: HttpRequest) -> Response:
-    """Answer a request, whole or as a stream."""
+    """Answer a request, whole or as a stream, unless its client leaves before."""
     if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options needs stream: set it", param="stream_options")
-    job = await job_of(body, service)
+    answering = asyncio.ensure_future(answer(body, service, http))
+    leaving = asyncio.ensure_future(client_leaves(http))
+    try:
+        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return answering.result()
+        return Response(status_code=499)  # nobody reads it
+    finally:
+        answering.cancel()
+        leaving.cancel()
+
+
+async def answer(body: Generation, service: Service, http: HttpRequest) -> Response:
+    """The whole answer, or a stream that has begun."""
+    job = await job_of(body, service, http.state.owner)
     http.state.job = job  # for the log
     if body.stream:
         opened = contextlib.ExitStack()
         queue = opened.enter_context(service.opened(job.requests))  # may still raise a status
         return EventStream(stream(job, service, queue), opened)
-
     with service.opened(job.requests) as queue:
-        gathering = asyncio.ensure_future(gather(job, service, queue))
-        leaving = asyncio.ensure_future(client_leaves(http))
-        try:
-            await asyncio.wait([gathering, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not gathering.done():
-                return Response(status_code=499)  # nobody reads it
-            return JSONResponse(gathering.result())
-        finally:
-            gathering.cancel()
-            leaving.cancel()
+        return JSONResponse(await gather(job, service, queue))
 
 
 class EventStream(StreamingResponse):
@@ -340,7 +369,7 @@ def failure_of(event: Event, service: Service) -> ApiError:
     error = event.request.error
     if not service.is_ready:
         return ApiError(503, SHUTTING_DOWN, retry_after=5)
-    if isinstance(error, UserError):
+    if isinstance(error, UserError) and not isinstance(error, NotFinite):
         return ApiError(400, str(error))
     print(f"error: a text has failed: {one_line(error)}", file=sys.stderr, flush=True)
     return ApiError(500, "the server could not generate this text: its log says why")
@@ -348,10 +377,10 @@ def failure_of(event: Event, service: Service) -> ApiError:
 
 async def gather(job: Job, service: Service, queue: asyncio.Queue) -> dict:
     """The whole answer."""
-    logprobs = defaultdict(LogprobsOfText)
+    logprobs = {request: LogprobsOfText.of_new(service.tokenizer) for request in job.requests}
     async for event in events_of(job, service, queue):
-        if event and event.logprobs and event.token not in service.tokenizer.ends:
-            logprobs[event.request].add(event.token, event.logprobs, service.tokenizer)
+        if event and event.logprobs:
+            logprobs[event.request].add(event.token, event.logprobs)
     choices = [
         choice_of(job, number, request, logprobs[request])
         for number, request in enumerate(job.requests)
@@ -364,7 +393,7 @@ def choice_of(job: Job, number: int, request: Request, logprobs: "LogprobsOfText
     text = request.text
     choice = {"index": number, "finish_reason": shapes.FINISH_REASONS[text.end], "logprobs": None}
     if request.n_logprobs is not None:
-        choice["logprobs"] = logprobs.shaped(job.kind, len(text.text))
+        choice["logprobs"] = logprobs.shaped(job.kind, end=text.drawn_tokens)
     if request.of_prompt is not None:
         choice["logprobs"] = with_prompt(request, choice["logprobs"])
     if job.kind == "chat":
@@ -373,49 +402,64 @@ def choice_of(job: Job, number: int, request: Request, logprobs: "LogprobsOfText
 
 
 class LogprobsOfText:
-    """The log-probabilities of a text's tokens, and where in the text each token begins."""
+    """The log-probabilities of a text's tokens, and where in the text each token begins.
 
-    def __init__(self):
+    hidden: ids that the text does not show.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden=()):
+        self.tokenizer = tokenizer
+        self.hidden = hidden
         self.tokens, self.offsets = [], []
         self.n_characters = 0
+        self.n_shown = self.n_taken = 0  # characters of a stream; tokens that are in its chunks
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, token: int, logprobs: LogProbs, tokenizer: Tokenizer) -> None:
+    @classmethod
+    def of_new(cls, tokenizer: Tokenizer) -> "LogprobsOfText":
+        """For the new tokens of a text, of which end-of-text shows nothing."""
+        return cls(tokenizer, tokenizer.ends)
+
+    def spelled(self, token: int) -> bytes:
+        """What the text shows of a token."""
+        return b"" if token in self.hidden else self.tokenizer.decode_bytes([token])
+
+    def add(self, token: int, logprobs: LogProbs) -> None:
         """Take in the next token."""
-        spelling = tokenizer.decode_bytes([token])
         likeliest = [
-            shapes.token_logprob(tokenizer.decode_bytes([other]), logprob)
+            shapes.token_logprob(self.spelled(other), logprob)
             for other, logprob in logprobs.likeliest
         ]
-        of_token = shapes.token_logprob(spelling, logprobs.of_token)
+        of_token = shapes.token_logprob(self.spelled(token), logprobs.of_token)
         self.tokens.append({**of_token, "top_logprobs": likeliest})
         self.offsets.append(self.n_characters)
-        self.n_characters += len(self.utf8.decode(spelling))
+        self.n_characters += len(self.utf8.decode(self.spelled(token)))
 
-    def shaped(self, kind: str, n_characters: float = math.inf) -> dict:
-        """In the shape of chats or of texts, for the tokens that begin before so many characters.
-
-        A stop string may have cut the text.
-        """
-        n = sum(offset < n_characters for offset in self.offsets)
+    def shaped(self, kind: str, begin: int = 0, end: int | None = None) -> dict:
+        """In the shape of chats or of texts, for the tokens from `begin` to before `end`."""
+        tokens = self.tokens[begin:end]
         if kind == "chat":
-            return {"content": self.tokens[:n], "refusal": None}
-        return shapes.text_logprobs(self.tokens[:n], self.offsets[:n])
+            return {"content": tokens, "refusal": None}
+        return shapes.text_logprobs(tokens, self.offsets[begin:end])
 
-    def take(self, event: Event, tokenizer: Tokenizer, kind: str) -> dict:
-        """For a chunk of a stream: the token of this event alone."""
-        self.tokens, self.offsets = [], []
-        if event.token not in tokenizer.ends:  # the end of a text is none of its tokens
-            self.add(event.token, event.logprobs, tokenizer)
-        return self.shaped(kind)
+    def take(self, event: Event, kind: str) -> dict | None:
+        """For a chunk of a stream: the next tokens that no stop string can cut off any more."""
+        if event.logprobs is None:
+            return None
+        self.add(event.token, event.logprobs)
+        self.n_shown += len(event.piece)
+        begin, self.n_taken = self.n_taken, bisect.bisect_left(self.offsets, self.n_shown)
+        if event.end:
+            self.n_taken = event.request.text.drawn_tokens
+        return self.shaped(kind, begin, self.n_taken) if begin < self.n_taken else None
 
 
 def with_prompt(request: Request, new: dict) -> dict:
     """The log-probabilities of an echoed prompt's tokens, then `new`. The first one has none."""
     text = request.text
-    of_prompt = LogprobsOfText()
+    of_prompt = LogprobsOfText(text.tokenizer)
     for token, logprobs in zip(text.ids, [LogProbs(0.0, []), *request.of_prompt], strict=False):
-        of_prompt.add(token, logprobs, text.tokenizer)
+        of_prompt.add(token, logprobs)
     shaped = of_prompt.shaped("text")
     shaped["token_logprobs"][0] = shaped["top_logprobs"][0] = None
     new["text_offset"] = [len(text.prompt) + offset for offset in new["text_offset"]]
@@ -436,7 +480,7 @@ async def stream(job: Job, service: Service, queue: asyncio.Queue):
         choice = {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
         return sse({**head, "choices": [choice]})
 
-    logprobs_of = defaultdict(LogprobsOfText)
+    logprobs_of = [LogprobsOfText.of_new(service.tokenizer) for _ in job.requests]
     try:
         for number, request in enumerate(job.requests):
             if is_chat:
@@ -448,9 +492,7 @@ async def stream(job: Job, service: Service, queue: asyncio.Queue):
                 yield ": ping\n\n"
                 continue
             number = numbers[event.request]
-            logprobs = None
-            if event.logprobs:
-                logprobs = logprobs_of[number].take(event, service.tokenizer, job.kind)
+            logprobs = logprobs_of[number].take(event, job.kind)
             if event.piece or logprobs or event.end:
                 part = {"delta": {"content": event.piece}} if is_chat else {"text": event.piece}
                 yield frame(number, part, shapes.FINISH_REASONS.get(event.end), logprobs)

@@ -5,16 +5,23 @@
 
 A file is here as a whole, with lines that can all be used, or it is refused: status 400, and
 `error.lines` has the number of each wrong line with the reason. text/chat.py is what reads it, as
-in training.
+in training. What begins with the mark of UTF-16, as PowerShell writes it, is stored as UTF-8.
+
+The lines of a large file are checked by a process of its own, `python -m web.files FILE`, so that
+it takes no time from the texts that are generated meanwhile.
 """
 
 import asyncio
+import codecs
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,22 +29,25 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
-from fastapi.responses import FileResponse
+from fastapi.responses import StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+import program
 from program import UserError, one_line
 from storage import files
 from text import chat, corpus
-from web.runs import as_json, is_folder
-from web.shapes import ApiError
+from text.tokenizer import SpecialToken
+from web.shapes import ApiError, as_json, public
 
+ROOT = Path(__file__).resolve().parent.parent
 MOST_FILES = 1000
 MOST_FAULTS = 100  # wrong lines that an answer names
 LONGEST_LINE = 2**20  # bytes
 LONGEST_NAME = 200
 CHECK_SECONDS = 300  # for reading all lines
+MOST_BYTES_HERE = 2**18  # of a file that the server checks itself, in a fraction of a second
 OLD_SECONDS = 3600  # after which a half-written upload belongs to a server that was killed
 META = {"filename": str, "bytes": int, "lines": int}
 
@@ -47,13 +57,14 @@ class Finetuning:
     """What the server finetunes, and where.
 
     folder: JOBS. base: the path of the weights it serves. chat_template: as --chat_template takes
-    it. upload_bytes: the size of an upload, at most.
+    it. upload_bytes: the size of an upload, at most. worker: the command that starts a worker.
     """
 
     folder: Path
     base: str
     chat_template: str
     upload_bytes: int
+    worker: str
 
     def make_folders(self) -> None:
         """Make the folders that are missing, and remove uploads that a killed server has left."""
@@ -87,9 +98,18 @@ def place(folder: Path, name: str, kind: str) -> Path:
     return folder / name
 
 
+def is_folder(path: Path) -> bool:
+    """Is this a folder, and no link to one?"""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (OSError, ValueError):  # ValueError: a character that no path has
+        return False
+
+
 def ids_in(folder: Path, kind: str) -> list[str]:
-    """The ids in a folder, oldest first."""
-    with os.scandir(folder) as entries:
+    """The ids in a folder, oldest first; none if it is gone."""
+    names = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted(name for name in names if re.fullmatch(rf"{kind}-[0-9a-f]{{24}}", name))
 
@@ -129,8 +149,12 @@ def on_disk():
 # Checking
 
 
-def check_lines(path: Path, template: chat.Template) -> int:
-    """The number of examples in a file. ApiError, with the wrong lines, if some cannot be used."""
+def check_lines(path: Path, chat_template: str, reserved: dict) -> tuple[int, list[dict]]:
+    """The number of examples in a file, and which lines cannot be used: [{"line", "reason"}].
+
+    chat_template, reserved: see `chat.load_template`.
+    """
+    template = chat.load_template(chat_template, reserved)
     n_lines = 0
     faults = []
     end = time.monotonic() + CHECK_SECONDS
@@ -148,12 +172,10 @@ def check_lines(path: Path, template: chat.Template) -> int:
             if len(faults) == MOST_FAULTS or time.monotonic() > end:
                 break
     except UserError as error:  # the encoding
-        faults.append({"line": 1, "reason": one_line(error).replace(str(path), "the file")})
+        faults.append({"line": 1, "reason": public(one_line(error))})
     if not n_lines and not faults:
         faults.append({"line": 1, "reason": "the file has no lines"})
-    if faults:
-        raise refusal_of(faults)
-    return n_lines
+    return n_lines, faults
 
 
 def fault_of(line: bytes, template: chat.Template) -> str:
@@ -167,28 +189,72 @@ def fault_of(line: bytes, template: chat.Template) -> str:
         return one_line(error)
 
 
-def keep(upload: UploadFile, finetuning: Finetuning, template: chat.Template) -> str:
+async def check_apart(path: Path, chat_template: str, reserved: dict) -> tuple[int, list[dict]]:
+    """The same by another process, which gives way to texts and ends with its request."""
+    tokens = {name: dataclasses.asdict(token) for name, token in reserved.items()}
+    given = json.dumps({"chat_template": chat_template, "reserved": tokens}).encode()
+    words = ["nice", "-n5", sys.executable, "-m", "web.files", str(path)]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stdin=pipe, stdout=pipe)
+    try:
+        found, _ = await process.communicate(given)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise ApiError(500, "the check of the lines failed: the server's log says why")
+    return json.loads(found)
+
+
+def copy_as_utf8(source, out) -> None:
+    """Copy text; if it begins with the mark of UTF-16 or UTF-32, it becomes UTF-8. ApiError."""
+    head = source.read(4)
+    source.seek(0)
+    encodings = [name for mark, name in corpus.BYTE_ORDER_MARKS.items() if head.startswith(mark)]
+    if not encodings:
+        return shutil.copyfileobj(source, out)
+    decoder = codecs.getincrementaldecoder(encodings[0])()
+    try:
+        while piece := source.read(2**20):
+            out.write(decoder.decode(piece).encode())
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        problem = f"the file begins as {encodings[0]}, and is not: save it as UTF-8"
+        raise ApiError(400, problem, param="file", code="invalid_file") from error
+
+
+async def keep(upload: UploadFile, finetuning: Finetuning, reserved: dict) -> str:
     """Store an upload. Returns its id. ApiError if lines cannot be used, OSError."""
     folder = finetuning.folder / "files"
     name = new_id("file")
     temporary = folder / f".{name}.tmp"
+    path = temporary / "data.jsonl"
     try:
-        temporary.mkdir()
-        path = temporary / "data.jsonl"
-        with path.open("xb") as out:
-            shutil.copyfileobj(upload.file, out)
-            out.flush()
-            os.fsync(out.fileno())
-        meta = {
-            "filename": "".join(filter(str.isprintable, upload.filename))[:LONGEST_NAME],
-            "bytes": path.stat().st_size,
-            "lines": check_lines(path, template),
-        }
+        size = await asyncio.to_thread(store, upload, path)
+        arguments = (path, finetuning.chat_template, reserved)
+        if size > MOST_BYTES_HERE:
+            n_lines, faults = await check_apart(*arguments)
+        else:
+            n_lines, faults = await asyncio.to_thread(check_lines, *arguments)
+        if faults:
+            raise refusal_of(faults)
+        filename = "".join(filter(str.isprintable, upload.filename))[:LONGEST_NAME]
+        meta = {"filename": filename, "bytes": size, "lines": n_lines}
         files.write_atomically(temporary / "meta.json", json.dumps(meta).encode())
         temporary.rename(folder / name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return name
+
+
+def store(upload: UploadFile, path: Path) -> int:
+    """Write the content of an upload to a new folder. Returns its bytes."""
+    path.parent.mkdir()
+    with path.open("xb") as out:
+        copy_as_utf8(upload.file, out)
+        out.flush()
+        os.fsync(out.fileno())
+    return path.stat().st_size
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,17 +274,12 @@ def add_files(app: FastAPI, service) -> None:
         async with contextlib.AsyncExitStack() as stack:
             given = uploaded(await form_of(http, stack))
             async with one_at_a_time:
-                name = await asyncio.to_thread(checked, given)
+                with on_disk():
+                    finetuning.make_folders()
+                    if len(ids_in(folder, "file")) >= MOST_FILES:
+                        raise ApiError(400, f"there are {MOST_FILES} files already: delete some")
+                    name = await keep(given, finetuning, service.tokenizer.special_tokens)
         return as_json(file_object(folder / name))
-
-    def checked(given: UploadFile) -> str:
-        """Check and store an upload, in a thread. Returns its id."""
-        if len(ids_in(folder, "file")) >= MOST_FILES:
-            raise ApiError(400, f"there are {MOST_FILES} files already: delete some")
-        special_tokens = service.tokenizer.special_tokens
-        template = chat.load_template(finetuning.chat_template, special_tokens)
-        with on_disk():
-            return keep(given, finetuning, template)
 
 
 def add_listing(app: FastAPI, folder: Path) -> None:
@@ -242,13 +303,14 @@ def add_listing(app: FastAPI, folder: Path) -> None:
         """What is known about a file."""
         return as_json(file_object(place(folder, file_id, "file")))
 
-    @app.get("/v1/files/{file_id}/content", response_class=FileResponse)
+    @app.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
     def content(file_id: str):
-        """The file as it was uploaded."""
+        """The file as it was uploaded, in UTF-8; always all of it."""
         path = place(folder, file_id, "file") / "data.jsonl"
         if path.is_symlink() or not path.is_file():
             raise ApiError(404, f"the content of {file_id} is gone", code="not_found")
-        return FileResponse(path, media_type="application/jsonl")
+        headers = {"Content-Length": str(path.stat().st_size)}
+        return StreamingResponse(pieces(path), headers=headers, media_type="application/jsonl")
 
     @app.delete("/v1/files/{file_id}")
     def delete(file_id: str):
@@ -259,6 +321,13 @@ def add_listing(app: FastAPI, folder: Path) -> None:
             path.rename(temporary)
             shutil.rmtree(temporary, ignore_errors=True)
         return {"id": file_id, "object": "file", "deleted": True}
+
+
+def pieces(path: Path):
+    """The content of a file, piece by piece."""
+    with path.open("rb") as file:
+        while piece := file.read(2**16):
+            yield piece
 
 
 async def form_of(http: HttpRequest, stack: contextlib.AsyncExitStack):
@@ -307,7 +376,7 @@ def file_object(folder: Path) -> dict:
     try:
         meta |= files.read_json(folder / "meta.json", fields=META)
     except (UserError, OSError) as error:
-        details = one_line(error).replace(f"{folder}/", "")
+        details = public(one_line(error))
     return {
         "id": folder.name,
         "object": "file",
@@ -318,3 +387,15 @@ def file_object(folder: Path) -> dict:
         "status": "error" if details else "processed",
         "status_details": details,
     }
+
+
+def main(argv) -> None:
+    """Check the lines of a file for `check_apart`, which sends what else is needed."""
+    (path,) = program.arguments(argv, "FILE")
+    given = json.load(sys.stdin)
+    reserved = {name: SpecialToken(**values) for name, values in given["reserved"].items()}
+    print(json.dumps(check_lines(Path(path), given["chat_template"], reserved)))
+
+
+if __name__ == "__main__":
+    program.run(main)

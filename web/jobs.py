@@ -13,12 +13,13 @@
 The server writes a job's folder and reads it; web/worker.py does the rest. Neither needs the other
 to be alive.
 
-Losses and progress are events as well. They are not copied: the server reads them from the
-metrics of the run folder (lifecycle/runlog.py).
+    JOBS/heartbeat             touched by each worker every few seconds
+
+Losses are no events: web/runs.py shows the curve of the run folder.
 """
 
+import bisect
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -41,11 +42,14 @@ from pydantic import BaseModel, ConfigDict, Field
 import checkpoint
 from lifecycle import runlog
 from program import UserError, one_line
+from serving.catalog import is_finished
 from storage import files
 from web.files import META, Finetuning, created_at, ids_in, new_id, on_disk, page_of, place
-from web.runs import Runs, as_json
-from web.shapes import ApiError, NotSupported, Number
+from web.runs import Columns, Runs
+from web.shapes import ApiError, NotSupported, Number, as_json, public
 
+BEAT_SECONDS = 5.0  # between two touches of the heartbeat
+MOST_BEATS = 4  # without which no worker is there
 MOST_JOBS = 4  # of a key, waiting or running
 FEWEST_LINES = 2  # one to learn, one held out
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -115,6 +119,14 @@ class Job:
         """Does somebody want it to end?"""
         return (self.folder / "cancel").exists()
 
+    @property
+    def is_finished(self) -> bool:
+        """Has its training done its last step? Then its model is served. UserError or OSError."""
+        newest = checkpoint.latest(self.run_dir)
+        with contextlib.suppress(UserError):  # a damaged checkpoint is none
+            return bool(newest and is_finished(newest))
+        return False
+
     def state(self) -> dict:
         """How far it is. UserError if that is damaged."""
         try:
@@ -163,13 +175,15 @@ class Hyperparameters(BaseModel):
 class Supervised(BaseModel):
     """The settings of the only method that is built."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     hyperparameters: Hyperparameters | None = None
 
 
 class Method(BaseModel):
     """How to finetune."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["supervised"]
     supervised: Supervised | None = None
@@ -180,7 +194,7 @@ class Method(BaseModel):
 class JobRequest(BaseModel):
     """What to finetune, and on what."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
     training_file: str
@@ -213,6 +227,8 @@ def add_jobs(app: FastAPI, service) -> None:
 
     def shown(job: Job) -> dict:
         found, catalog = job_object(job, runs), service.catalog
+        if found["status"] not in ENDED and (absence := absence_of_workers(finetuning)):
+            found |= {"hint": absence, "estimated_finish": None}
         name = found["fine_tuned_model"]
         if name and name not in catalog.models and name not in catalog.unloaded:
             with contextlib.suppress(OSError):
@@ -225,14 +241,19 @@ def add_jobs(app: FastAPI, service) -> None:
         check(body, service, finetuning)
         owner = http.scope["state"].get("owner", "")
         with on_disk(), one_at_a_time:
+            finetuning.make_folders()
             require_few(folder, owner)
-            return as_json(job_object(new_job(body, finetuning, owner), runs))
+            return as_json(shown(new_job(body, finetuning, owner)))
 
     @app.get("/v1/fine_tuning/jobs")
-    def listed(after: str | None = None, limit: Limit = 20):
-        """The jobs, the newest first."""
+    def listed(http: HttpRequest, after: str | None = None, limit: Limit = 20):
+        """The jobs, the newest first. `metadata[KEY]=VALUE`: only those that have it."""
+        given = http.query_params.items()
+        wanted = {key[9:-1]: value for key, value in given if key.startswith("metadata[")}
         with on_disk():
             names = ids_in(folder, "ftjob")[::-1]
+            if wanted:
+                names = [name for name in names if has_metadata(Job(folder / name), wanted)]
             return as_json(page_of(names, after, limit, lambda name: shown(Job(folder / name))))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}")
@@ -250,9 +271,11 @@ def add_jobs(app: FastAPI, service) -> None:
             if status in ("succeeded", "failed"):
                 raise ApiError(400, f"the job has ended already: it has {status}")
             if status != "cancelled":
+                if job.is_finished:
+                    raise ApiError(400, "the job has ended already: its training has finished")
                 (job.folder / "cancel").touch()
                 job.add_event("The job is cancelled by request")
-            return as_json(job_object(job, runs))
+            return as_json(shown(job))
 
     add_history(app, folder, runs)
 
@@ -262,14 +285,14 @@ def add_history(app: FastAPI, folder: Path, runs: Runs) -> None:
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/events")
     def events(job_id: str, after: str | None = None, limit: Limit = 20):
-        """What has happened, the newest first: messages, and the losses of steps."""
+        """What has happened, the newest first."""
         with on_disk():
-            found = events_of(Job(place(folder, job_id, "ftjob")), runs)
+            found = events_of(Job(place(folder, job_id, "ftjob")))
             return as_json(page_of(found[::-1], after, limit))
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
     def checkpoints(job_id: str, after: str | None = None, limit: Limit = 10):
-        """The checkpoints that are kept, the newest first. The last one has the job's model."""
+        """The checkpoints that are kept, the newest first: models, whose names can be asked."""
         with on_disk():
             found = checkpoints_of(Job(place(folder, job_id, "ftjob")), runs)
             return as_json(page_of(found[::-1], after, limit))
@@ -293,6 +316,24 @@ def check(body: JobRequest, service, finetuning: Finetuning) -> None:
         if name == "training_file" and n_lines < FEWEST_LINES:
             few = f"{name} has {n_lines} line, and one is held out: upload {FEWEST_LINES} or more"
             raise ApiError(400, few, param=name)
+
+
+def has_metadata(job: Job, wanted: dict[str, str]) -> bool:
+    """Has a job this metadata, among other ones?"""
+    with contextlib.suppress(UserError, OSError):
+        return wanted.items() <= (job.asked["metadata"] or {}).items()
+    return False
+
+
+def absence_of_workers(finetuning: Finetuning) -> str:
+    """That no worker is there, since when, and how to start one; "" if there is one."""
+    seen_at = 0.0
+    with contextlib.suppress(OSError):
+        seen_at = (finetuning.folder / "heartbeat").stat().st_mtime
+    if time.time() - seen_at < MOST_BEATS * BEAT_SECONDS:
+        return ""
+    since = time.strftime("since %Y-%m-%d %H:%M:%S UTC", time.gmtime(seen_at))
+    return f"No worker {since if seen_at else 'yet'}: {finetuning.worker}"
 
 
 def require_few(folder: Path, owner: str) -> None:
@@ -342,18 +383,20 @@ def new_job(body: JobRequest, finetuning: Finetuning, owner: str) -> Job:
 
 
 def status_of(job: Job) -> dict:
-    """The state of a job as clients see it. A job that somebody has cancelled stays cancelled."""
+    """The state of a job as clients see it.
+
+    A job that was cancelled too late, after the last step of its training, will succeed.
+    """
     try:
         state = job.state()
         _ = job.asked
     except (UserError, OSError) as error:
-        message = one_line(error).replace(f"{job.folder}/", "")
-        fault = {"code": "damaged", "message": message, "param": None}
-        state = NEW_STATE | {"status": "failed", "error": fault, "finished_at": job.created_at}
-    with contextlib.suppress(OSError):
+        fault = {"code": "damaged", "message": one_line(error), "param": None}
+        return NEW_STATE | {"status": "failed", "error": fault, "finished_at": job.created_at}
+    with contextlib.suppress(UserError, OSError):
         cancelled_at = int((job.folder / "cancel").stat().st_mtime)
-        state |= {"status": "cancelled", "error": None}
-        state.setdefault("finished_at", cancelled_at)
+        if state["status"] not in ENDED and not job.is_finished:
+            state |= {"status": "cancelled", "error": None, "finished_at": cancelled_at}
     return state
 
 
@@ -371,13 +414,13 @@ def job_object(job: Job, runs: Runs) -> dict:
         "object": "fine_tuning.job",
         "created_at": job.created_at,
         "finished_at": state.get("finished_at") if status in ENDED else None,
-        "estimated_finish": estimated_finish(job, runs) if status == "running" else None,
+        "estimated_finish": None,
         "model": asked["model"],
         "fine_tuned_model": asked["fine_tuned_model"] if status == "succeeded" else None,
         "organization_id": "mpt",
         "result_files": [],
         "status": status,
-        "error": state.get("error"),
+        "error": public(state.get("error")),
         "training_file": asked["training_file"],
         "validation_file": asked["validation_file"],
         "trained_tokens": state.get("trained_tokens") if status == "succeeded" else None,
@@ -386,96 +429,85 @@ def job_object(job: Job, runs: Runs) -> dict:
         "method": {"type": "supervised", "supervised": {"hyperparameters": chosen}},
         "metadata": asked["metadata"],
         "integrations": [],
+        "run": run_of(job),
+        **(progress_of(job, runs) if status == "running" else {}),
     }
 
 
-def metrics_of(job: Job, runs: Runs) -> tuple[list[dict], int]:
-    """The rows of a job's training, and the number of its steps; nothing before it begins."""
+def run_of(job: Job) -> str | None:
+    """The name of its training in /api/runs; None before it begins."""
+    with contextlib.suppress(UserError, OSError):
+        return f"jobs/{job.run_dir.name}" if job.run_dir.is_dir() else None
+    return None
+
+
+@contextlib.contextmanager
+def metrics_of(job: Job, runs: Runs):
+    """The columns of a job's metrics, and the number of its steps; nothing before it trains."""
+    n_steps = 0
     with contextlib.suppress(UserError, OSError):
         n_steps = runlog.read_settings(job.run_dir)["max_steps"]
-        with runs.curve_lock:
-            return runs.read(job.run_dir).rows(), n_steps
-    return [], 0
+    with runs.curve_lock:
+        yield runs.read(job.run_dir) if n_steps else Columns(Path()), n_steps
 
 
-def estimated_finish(job: Job, runs: Runs) -> int | None:
-    """When a training will end, in Unix seconds; None if that is not known yet."""
-    rows, n_steps = metrics_of(job, runs)
-    seconds = [row["seconds"] for row in rows[-100:] if "seconds" in row]
-    if not seconds:
-        return None
-    left = (n_steps - rows[-1]["step"]) * statistics.median(seconds)
-    return int(time.time() + left) if math.isfinite(left) else None
+def progress_of(job: Job, runs: Runs) -> dict:
+    """How far a training is, and when it will end; nothing before its first step.
+
+    The end is counted from the last step: of a training that stands still it does not move. None if
+    it is late.
+    """
+    with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(UserError, OSError):
+        seconds = [passed for passed in columns.values["seconds"][-100:] if math.isfinite(passed)]
+        if seconds:
+            step = columns.steps[-1]
+            written_at = (job.run_dir / "metrics.jsonl").stat().st_mtime
+            finish = written_at + (n_steps - step) * statistics.median(seconds)
+            is_known = time.time() < finish < math.inf
+            return {
+                "progress": {"step": step, "total_steps": n_steps},
+                "estimated_finish": int(finish) if is_known else None,
+            }
+    return {}
 
 
-def events_of(job: Job, runs: Runs) -> list[dict]:
-    """All events of a job, oldest first: the lines of events.jsonl, and a row of metrics each."""
-    timed = metric_events(job, runs)
+def events_of(job: Job) -> list[dict]:
+    """The events of a job, oldest first: the lines of events.jsonl."""
+    rows = []
     fields = {"created_at": float, "level": str, "message": str}
     with contextlib.suppress(UserError, OSError):
         rows, _ = files.read_json_lines(job.folder / "events.jsonl", fields, appended=True)
-        for number, row in enumerate(rows):
-            event = {"type": "message", "level": row["level"], "message": row["message"]}
-            timed.append((row["created_at"], event | {"id": f"{number:06}", "data": None}))
-    timed.sort(key=lambda pair: pair[0])
     return [
-        event
-        | {
-            "id": f"ftevent-{job.id.removeprefix('ftjob-')}-{event['id']}",
+        {
+            "id": f"ftevent-{job.id.removeprefix('ftjob-')}-{number:06}",
             "object": "fine_tuning.job.event",
-            "created_at": int(seconds),
+            "created_at": int(row["created_at"]),
+            "level": row["level"],
+            "message": public(row["message"]),
+            "type": "message",
+            "data": None,
         }
-        for seconds, event in timed
-        if math.isfinite(seconds)
+        for number, row in enumerate(rows)
+        if math.isfinite(row["created_at"])
     ]
 
 
-def metric_events(job: Job, runs: Runs) -> list[tuple[float, dict]]:
-    """(Unix seconds, event) of each row of metrics. Rows have no time: their steps' seconds add up
-    from the time at which the training was started.
-    """
-    rows, n_steps = metrics_of(job, runs)
-    starts = {}
-    with contextlib.suppress(UserError, OSError):
-        launches = runlog.read_launches(job.run_dir)
-        starts = {row.get("first_step", 0): row.get("time") for row in launches}
-    seconds = float(job.created_at)
-    events = []
-    for row in rows:
-        for first_step in [first for first in starts if row["step"] > first or row["step"] == 0]:
-            seconds = max(seconds, unix_seconds(starts.pop(first_step)))
-        passed = row.get("seconds", 0.0)
-        seconds += passed if math.isfinite(passed) else 0.0
-        for column, name, words in (
-            ("loss", "train_loss", "training loss"),
-            ("val_loss", "valid_loss", "held-out loss"),
-        ):
-            if math.isfinite(row.get(column, math.nan)):
-                data = {"step": row["step"], "total_steps": n_steps, name: row[column]}
-                message = f"Step {row['step']}/{n_steps}: {words} {row[column]:.4f}"
-                event = {"type": "metrics", "level": "info", "message": message, "data": data}
-                events.append((seconds, event | {"id": f"{name}-{row['step']}"}))
-    return events
-
-
-def unix_seconds(text) -> float:
-    """A time as launches.jsonl has it, in Unix seconds; 0 if it is none."""
-    try:
-        return datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except (TypeError, ValueError):
-        return 0.0
+def loss_at(columns: Columns, step: int) -> float | None:
+    """The training loss of a step; None if it has none."""
+    place = bisect.bisect_left(columns.steps, step)
+    if place == len(columns.steps) or columns.steps[place] != step:
+        return None
+    return float(f"{columns.values['loss'][place]:.7g}")
 
 
 def checkpoints_of(job: Job, runs: Runs) -> list[dict]:
-    """The checkpoints of a job, oldest first."""
-    rows, n_steps = metrics_of(job, runs)
+    """The checkpoints of a job, oldest first. Each name is a model: see serving/catalog.py."""
     found = []
-    with contextlib.suppress(UserError, OSError):
+    with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(UserError, OSError):
+        held_out = dict(columns.vals)
         name = job.asked["fine_tuned_model"]
         for path in checkpoint.complete(job.run_dir / "checkpoints"):
             step = checkpoint.number(path)
-            of_step = [row for row in rows if row["step"] == step]
-            losses = {column: loss_in(of_step, column) for column in ("loss", "val_loss")}
             part = "" if step == n_steps else f"/checkpoints/step-{step}"
             found.append(
                 {
@@ -487,16 +519,10 @@ def checkpoints_of(job: Job, runs: Runs) -> list[dict]:
                     "step_number": step,
                     "metrics": {
                         "step": step,
-                        "train_loss": losses["loss"],
-                        "valid_loss": losses["val_loss"],
-                        "full_valid_loss": losses["val_loss"],
+                        "train_loss": loss_at(columns, step),
+                        "valid_loss": held_out.get(step),
+                        "full_valid_loss": held_out.get(step),
                     },
                 }
             )
     return found
-
-
-def loss_in(rows: list[dict], column: str) -> float | None:
-    """The finite value of a column in some rows, None if there is none."""
-    values = [row[column] for row in rows if math.isfinite(row.get(column, math.nan))]
-    return values[-1] if values else None

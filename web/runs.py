@@ -15,12 +15,10 @@ A name is a path below a root, at most three folders deep. Links are not followe
 """
 
 import contextlib
-import json
 import math
 import os
 import platform
 import re
-import stat
 import threading
 import time
 from array import array
@@ -31,13 +29,14 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, Query
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse
 
 import config
 from lifecycle import lease, plot, runlog
 from program import UserError, require
 from storage import files
-from web.shapes import ApiError
+from web.files import is_folder
+from web.shapes import ApiError, as_json, public
 from weights import card
 
 DEPTH = 3  # of folders below a root
@@ -89,25 +88,6 @@ def add_runs(app: FastAPI, folders: dict[str, Path | str]) -> None:
     def evaluations():
         """The scores of all runs that have any."""
         return as_json(runs.evaluations())
-
-
-def as_json(value) -> Response:
-    """An answer in ASCII: names and settings may hold what is no UTF-8. No NaN, no Infinity."""
-    content = json.dumps(plain(value), allow_nan=False).encode()
-    return Response(content, media_type="application/json")
-
-
-def plain(value, depth: int = 8):
-    """A value that JSON can hold: None for a number that is not finite, and no deep nests."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict | list) and not depth:
-        return "..."
-    if isinstance(value, dict):
-        return {str(key): plain(inner, depth - 1) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner, depth - 1) for inner in value]
-    return value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -175,6 +155,7 @@ class Runs:
             return {
                 "column": column,
                 "last": last,
+                "value": columns.last_value(column),
                 **columns.curve(column, points, after),
                 "val": columns.validation(points, after) if column == "loss" else NO_POINTS,
                 "restarts": [{"x": at, "label": label} for at, label in restarts],
@@ -203,8 +184,9 @@ class Runs:
         with self.list_lock:
             line = self.line(name, folder)
             summary = self.summaries[folder]
-            about = {"settings": summary.settings, "evaluation": summary.evaluation()}
-        return {"name": name, "launches": launches, "problem": line["problem"] or problem, **about}
+            settings, scores = public(summary.settings), summary.evaluation()
+        about = {"settings": settings, "evaluation": scores, "launches": public(launches)}
+        return {"name": name, "problem": line["problem"] or problem, **about}
 
     def card(self, name: str) -> str:
         """The model card of a run. ApiError if it has no settings."""
@@ -214,7 +196,7 @@ class Runs:
             columns = self.read(folder)
             record = card.record(columns.metrics, scores, columns.problem)
         try:
-            return card.page(folder, name, record)
+            return public(card.page(folder, name, record))
         except (UserError, OSError) as error:
             raise ApiError(404, f"the run {name[:100]!r} has no card: {words_of(error)}") from error
 
@@ -237,7 +219,7 @@ def words_of(error: Exception) -> str:
     """What is wrong with a file, without the path of its folder."""
     if isinstance(error, OSError):
         return f"{Path(error.filename or 'a file').name}: {error.strerror}"
-    return str(error)
+    return public(str(error))
 
 
 def below(root: Path, depth: int = DEPTH) -> list[tuple[str, Path]]:
@@ -275,14 +257,6 @@ def inside(root: Path, name: str) -> Path | None:
         if not is_folder(folder):
             return None
     return folder if is_name else None
-
-
-def is_folder(path: Path) -> bool:
-    """Is this a folder, and no link to one?"""
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except (OSError, ValueError):  # ValueError: a character that no path has
-        return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -537,16 +511,10 @@ class Columns:
             self.begin()
             self.unreadable = words_of(error)
 
-    def rows(self) -> list[dict]:
-        """Step, loss and seconds of each step; behind it its validation."""
-        losses, seconds = self.metrics.steps["loss"], self.metrics.steps["seconds"]
-        rows = [
-            {"step": step, "loss": float(f"{loss:.7g}"), "seconds": taken}
-            for step, loss, taken in zip(self.steps, losses, seconds, strict=True)
-        ]
-        vals = zip(*self.metrics.validation(), strict=True)
-        rows += [{"step": step, "val_loss": loss} for step, loss in vals]
-        return sorted(rows, key=lambda row: row["step"])
+    def last_value(self, column: str) -> float | None:
+        """The value of a column at the last step; None if there is none."""
+        value = self.metrics.steps[column][-1] if self.steps else math.nan
+        return float(f"{value:.7g}")
 
     def curve(self, column: str, points: int, after: int) -> dict:
         """x, low, mean and high of the steps after one."""

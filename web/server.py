@@ -30,10 +30,11 @@ from web.shapes import ApiError
 
 CLOSE_SECONDS = 10  # to send what is left after the engine has ended
 HEAD_SECONDS = 10  # for the head of a request
+IDLE_SECONDS = 75  # between two requests: longer than proxies keep a connection (nginx: 60)
 
 
 class Connection(H11Protocol):
-    """A client's connection, which is closed if it has no request for too long."""
+    """A client's connection, which is closed if the head of a request does not come in time."""
 
     timer = None
 
@@ -47,11 +48,6 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of a request: of its head, or of its body."""
         super().data_received(data)
-        self.wait_for_request()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request of this connection."""
-        super().on_response_complete()
         self.wait_for_request()
 
     def connection_lost(self, error) -> None:
@@ -103,6 +99,7 @@ class Server(uvicorn.Server):
             log_level="error",
             access_log=False,
             server_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=drain_seconds + CLOSE_SECONDS,
         )
         super().__init__(config)

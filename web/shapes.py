@@ -4,16 +4,27 @@
     POST /v1/chat/completions    {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 
 Names, defaults and ranges are OpenAI's (https://platform.openai.com/docs/api-reference); `top_k`,
-`guided_json` and `guided_regex` are vLLM's. What would change a text and is not built here, such as
-tools, is refused by its name. Other fields, such as `user`, are ignored.
+`guided_json` and `guided_regex` are vLLM's. Fields that change no text, such as `user`, are
+ignored: `HARMLESS` and `NEUTRAL` name them. Every other one is refused by its name.
 """
 
+import json
+import math
+import re
 import time
 import uuid
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from fastapi.responses import JSONResponse, Response
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 MOST_TEXTS = 128  # of one request
 MOST_LOGPROBS = 20
@@ -21,6 +32,7 @@ MOST_TOKENS = 2**31
 LONGEST_STOP = 256  # characters
 LONGEST_MESSAGE = 400  # characters of an error: it may quote what a client has sent
 MAX_SEED = 2**63 - 1
+FOLDERS = re.compile(r"(?<![\w.~/:-])/(?:[^\s/'\"`,;()<>]+/)+")  # of an absolute path
 
 
 class ApiError(Exception):
@@ -54,7 +66,37 @@ class ApiError(Exception):
 
 def unknown_model(message: str) -> ApiError:
     """The answer to a model's name that nobody knows."""
-    return ApiError(404, message, param="model", code="model_not_found")
+    return ApiError(404, public(message), param="model", code="model_not_found")
+
+
+def public(value):
+    """A value as clients see it: of each absolute path in a text only the last name is left."""
+    if isinstance(value, str):
+        return FOLDERS.sub("", value)
+    if isinstance(value, dict):
+        return {key: public(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [public(inner) for inner in value]
+    return value
+
+
+def as_json(value) -> Response:
+    """An answer in ASCII: names and settings may hold what is no UTF-8. No NaN, no Infinity."""
+    content = json.dumps(plain(value), allow_nan=False).encode()
+    return Response(content, media_type="application/json")
+
+
+def plain(value, depth: int = 8):
+    """A value that JSON can hold: None for a number that is not finite, and no deep nests."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict | list) and not depth:
+        return "..."
+    if isinstance(value, dict):
+        return {str(key): plain(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, depth - 1) for inner in value]
+    return value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -68,43 +110,96 @@ Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
+def kind_of(value) -> str:
+    """Of what a field is that takes several types: "str", or "[int]" for a list of integers.
+
+    So a fault is found in the type that was meant. It is the tag of this type.
+    """
+    if not isinstance(value, list):
+        return "str"
+    first = value[0] if value else ""
+    inner = {str: "str", list: "[int]"}.get(type(first), "int")
+    return f"[{inner}]"
+
+
+# Of any part of a request: they change no text here. `name`: no chat template gets it.
+HARMLESS = set(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "prediction parallel_tool_calls cache_prompt include_obfuscation name tool_call_id "
+    "cache_control".split()
+)
+# Nor do these, with one of these values, which some clients always send. Nor does null in any.
+NEUTRAL = {
+    **dict.fromkeys(["presence_penalty", "frequency_penalty", "min_p", "min_tokens"], [0]),
+    **dict.fromkeys(["repetition_penalty", "length_penalty", "typical_p", "best_of"], [1]),
+    **dict.fromkeys(["tools", "functions", "tool_calls", "annotations"], [[]]),
+    **dict.fromkeys(["stop_token_ids", "bad_words"], [[]]),
+    **dict.fromkeys(["ignore_eos", "use_beam_search", "include_stop_str_in_output"], [False]),
+    **dict.fromkeys(["echo", "continue_final_message", "continuous_usage_stats"], [False]),
+    **dict.fromkeys(["skip_special_tokens", "spaces_between_special_tokens"], [True]),
+    "add_generation_prompt": [True],
+    "logit_bias": [{}],
+    "suffix": [""],
+    "tool_choice": ["none", "auto"],
+    "function_call": ["none"],
+    "modalities": [["text"]],
+}
+
+
 def refused(value):
-    """ValueError for a setting that this server would have to ignore."""
-    if value:
-        raise ValueError("this is not supported: leave it out")
-    return value
+    """ValueError for a field that this server would have to ignore."""
+    raise ValueError("this is not supported: leave it out")
 
 
-NotSupported = Annotated[Any, AfterValidator(refused)]  # only a value that changes nothing
+NotSupported = Annotated[Any, AfterValidator(lambda value: value and refused(value))]
 
 
-class StreamOptions(BaseModel):
+class Part(BaseModel):
+    """A request or a part of one. A field that is not declared is refused unless it is harmless."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(refused)]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_harmless(cls, values):
+        """The fields without those that change nothing."""
+        if not isinstance(values, dict):
+            return values
+        known = cls.model_fields.keys()
+        changes = values.keys() - HARMLESS
+        changes -= {name for name in changes if values[name] in [None, *NEUTRAL.get(name, [])]}
+        return {name: value for name, value in values.items() if name in known | changes}
+
+
+class StreamOptions(Part):
     """Whether the last chunk of a stream counts its tokens."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
-class Generation(BaseModel):
+class Generation(Part):
     """What completions and chat have in common."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_TEXTS)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
-    stop: Stop | Annotated[ListOf[Stop], Field(max_length=16)] | None = None
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag("str")]
+            | Annotated[ListOf[Stop], Field(max_length=16), Tag("[str]")],
+            Discriminator(kind_of),
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = None
-
-    presence_penalty: NotSupported = None
-    frequency_penalty: NotSupported = None
-    logit_bias: NotSupported = None
 
     @property
     def stops(self) -> list[str]:
@@ -115,12 +210,16 @@ class Generation(BaseModel):
 class CompletionRequest(Generation):
     """A prompt to continue, or several."""
 
-    prompt: str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]] = ""
-    max_tokens: Count | None = 16
+    prompt: Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[ListOf[int], Tag("[int]")]
+        | Annotated[ListOf[str], Tag("[str]")]
+        | Annotated[ListOf[ListOf[int]], Tag("[[int]]")],
+        Discriminator(kind_of),
+    ] = ""
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = 16  # 0: read the prompt
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: NotSupported = None
-    best_of: Literal[1] | None = None
 
     @property
     def prompts(self) -> list:
@@ -137,20 +236,21 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
-class TextPart(BaseModel):
+class TextPart(Part):
     """A part of a message. There are no images here."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Part):
     """A message of a conversation."""
 
-    model_config = ConfigDict(strict=True)
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[TextPart]
+    content: Annotated[
+        Annotated[str, Tag("str")] | Annotated[ListOf[TextPart], Tag("[str]")],
+        Discriminator(lambda value: "[str]" if isinstance(value, list) else "str"),
+    ]
 
     @property
     def plain(self) -> dict[str, str]:
@@ -169,8 +269,6 @@ class ChatRequest(Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: NotSupported = None
-    functions: NotSupported = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -180,6 +278,8 @@ class ChatRequest(Generation):
     @property
     def n_logprobs(self) -> int | None:
         """As for a completion."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: set it to true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -229,8 +329,8 @@ def text_logprobs(tokens: list[dict], offsets: list[int]) -> dict:
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": [  # of several that look alike as text, the likeliest
-            {other["token"]: other["logprob"] for other in reversed(token["top_logprobs"])}
+        "top_logprobs": [  # and the token itself
+            {other["token"]: other["logprob"] for other in [*token["top_logprobs"], token]}
             for token in tokens
         ],
         "text_offset": offsets,
@@ -238,6 +338,12 @@ def text_logprobs(tokens: list[dict], offsets: list[int]) -> dict:
 
 
 def token_logprob(spelling: bytes, logprob: float) -> dict:
-    """A token as text and bytes. JSON has no -inf, no NaN: -9999, as in OpenAI's answers."""
-    text = spelling.decode("utf-8", "replace")
+    """A token as text and bytes. JSON has no -inf, no NaN: -9999, as in OpenAI's answers.
+
+    Half of a character is spelled as in OpenAI's answers: two halves must not look alike.
+    """
+    try:
+        text = spelling.decode()
+    except UnicodeDecodeError:
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
     return {"token": text, "logprob": max(-9999.0, logprob), "bytes": list(spelling)}

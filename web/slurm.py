@@ -40,7 +40,7 @@ FINAL = {  # the state of a job in SLURM -> the exit status of its training, if 
 class Slurm:
     """Submits trainings. The same methods as web/worker.py::Local.
 
-    nproc: the ranks of a training, on one node. most_hours: of a job, from its first start.
+    nproc: the ranks of a training, on one node. most_hours: of a job's training.
     sbatch_args: more arguments of sbatch, as in a shell.
     """
 
@@ -66,7 +66,7 @@ class Slurm:
         self.seen.pop(job.id, None)
         if self.ask(job) == RUNNING:
             return
-        left = 3600 * self.most_hours - (time.time() - job.state()["started_at"])
+        left = 3600 * self.most_hours - job.state()["trained_seconds"]
         log = str(job.log).replace("%", "%%")
         options = [f"--job-name={job.id}", f"--ntasks={self.nproc}", f"--output={log}"]
         options += [f"--time={max(1, math.ceil(left / 60))}", f"--chdir={SCRIPT.parent.parent}"]

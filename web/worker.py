@@ -20,19 +20,22 @@ run, or says that it is finished.
 """
 
 import contextlib
+import datetime
 import fcntl
+import itertools
 import json
 import math
+import operator
 import os
 import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import checkpoint
 import config
 import processes
 import program
@@ -44,7 +47,7 @@ from text import corpus
 from text.prepare import prepare
 from text.shards import Shard, shard_files
 from web.files import ids_in
-from web.jobs import ENDED, Job
+from web.jobs import BEAT_SECONDS, ENDED, Job
 from web.slurm import GONE, RUNNING, Slurm
 from weights import load
 
@@ -165,6 +168,7 @@ AUTO_EPOCHS = (2, 10)
 MOST_STEPS = 100_000
 EVAL_TOKENS = 200_000
 SAVE_MINUTES = 10.0
+LINES_SHOWN = 20  # numbers of lines that are held out, in an event
 
 
 def write_settings(job: Job, nproc: int) -> str:
@@ -175,7 +179,7 @@ def write_settings(job: Job, nproc: int) -> str:
     """
     asked = job.asked
     data = job.folder / "data.jsonl"
-    val_every = write_lines(job, data)
+    val_every, held_out = write_lines(job, data)
     base = Path(asked["base"])
     require(base.exists(), f"the base {asked['model']} is gone from {base}: put it there again")
     values = model_settings(base) | {
@@ -205,8 +209,8 @@ def write_settings(job: Job, nproc: int) -> str:
     files.write_atomically(job.settings, "".join(lines).encode())
     counts = {name: total(train, name) + total(val, name) for name in ("cut", "dropped")}
     return (
-        f"{total(train, 'documents')} examples to learn, {total(val, 'documents')} held out; "
-        f"{values['max_steps']} steps of {values['global_batch_size']} rows of "
+        f"{total(train, 'documents')} examples to learn, {total(val, 'documents')} held out, "
+        f"{held_out}; {values['max_steps']} steps of {values['global_batch_size']} rows of "
         f"{model_cfg.max_seq_len} tokens; {counts['cut']} examples are longer and were cut, "
         f"{counts['dropped']} have nothing to learn within a row"
     )
@@ -264,43 +268,56 @@ def batch_settings(asked: dict, headers: list[dict], cfg: MPTConfig, nproc: int)
         "lr": lr * (1 if multiplier == "auto" else multiplier),
         "eval_interval": max(1, steps // 10),
         "save_interval": max(1, steps // 10),
+        "keep_every": max(1, steps // 10),  # so the best one of those is there in the end
     }
 
 
-def write_lines(job: Job, path: Path) -> int:
-    """Write the lines of a job into one file, of which every n-th is held out. Returns n.
+def write_lines(job: Job, path: Path) -> tuple[int, str]:
+    """Write the lines of a job into one file, of which every n-th is held out.
 
-    text/prepare.py holds out the first line and every n-th from there. Of a validation file, so
-    many lines are used as there are places for them: at most as many as for training.
+    text/prepare.py holds out the first line of that file and every n-th from there. Without a
+    validation file these places get every n-th line of the upload and its last one, so never its
+    first. Of a validation file, so many lines are used as there are places for them: at most as
+    many as for training. Returns (n, which lines are held out, in words).
     """
-    asked = job.asked
-    n_lines = sum(1 for _ in lines_of(job, asked["training_file"]))
-    held_out = None
-    val_every = min(50, max(10, n_lines // 20))
-    if asked["validation_file"]:
-        n_held_out = sum(1 for _ in lines_of(job, asked["validation_file"]))
-        require(n_held_out, f"{asked['validation_file']} has no line")
-        val_every = max(2, math.ceil((n_lines + n_held_out) / n_held_out))
-        held_out = lines_of(job, asked["validation_file"])
-    require(n_lines > 0, f"{asked['training_file']} has no line")
-    number = 0
+    training_file, validation_file = (
+        job.asked[f"{name}_file"] for name in ("training", "validation")
+    )
+    n_lines = sum(1 for _ in lines_of(job, training_file))
+    require(n_lines > 0, f"{training_file} has no line")
+    if validation_file:
+        n_given = sum(1 for _ in lines_of(job, validation_file))
+        require(n_given, f"{validation_file} has no line")
+        val_every = max(2, math.ceil((n_lines + n_given) / n_given))
+        n_places = n_lines + math.ceil(n_lines / (val_every - 1))
+        learned, held_out = lines_of(job, training_file), lines_of(job, validation_file)
+    else:
+        val_every = min(50, max(10, n_lines // 20))
+        n_places = n_lines
+        last = n_lines - 1
+        chosen = [at % val_every == val_every - 1 or at == last for at in range(n_lines)]
+        learned = itertools.compress(lines_of(job, training_file), map(operator.not_, chosen))
+        held_out = itertools.compress(lines_of(job, training_file), chosen)
+    numbers = []  # of the lines that are held out
     with path.open("wb") as out:
-        for line in lines_of(job, asked["training_file"]):
-            if held_out and number % val_every == 0:
-                out.write(next(held_out))
-                number += 1
+        for place in range(n_places):
+            is_held_out = place % val_every == 0
+            number, line = next(held_out if is_held_out else learned)
             out.write(line)
-            number += 1
-    return val_every
+            numbers += [number] * is_held_out
+    shown = ", ".join(map(str, numbers[:LINES_SHOWN]))
+    rest = f", ..., {numbers[-1]}" if len(numbers) > LINES_SHOWN else ""
+    where = " of the validation file" if validation_file else ""
+    return val_every, f"line{'s' * (len(numbers) > 1)} {shown}{rest}{where}"
 
 
 def lines_of(job: Job, file_id: str):
-    """The lines of an upload, without blank ones, each with a line break."""
+    """(number, line) of each line of an upload that is not blank; each ends with a line break."""
     path = files.member(job.folder.parent.parent / "files", file_id, "job.json") / "data.jsonl"
     require(path.exists(), f"the file {file_id} was deleted: upload it again")
-    for line in corpus.raw_lines(str(path)):
+    for number, line in enumerate(corpus.raw_lines(str(path)), 1):
         if line.decode(errors="replace").strip():
-            yield line.rstrip(b"\r\n") + b"\n"
+            yield number, line.rstrip(b"\r\n") + b"\n"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -314,7 +331,7 @@ class WorkerSettings:
     once: bool = False  # end when no job waits
     nproc: int = 1  # ranks of a training
     most: int = 1  # jobs at the same time
-    most_hours: float = 24.0  # of a job, from its first start; with --slurm also in the queue
+    most_hours: float = 24.0  # of a job's training, without the time in which it did not run
     poll_seconds: float = 0.5  # between two looks at the folder
     slurm: bool = False  # submit trainings to SLURM
     sbatch_args: str = ""  # more arguments of sbatch, such as "--partition=gpu --account=me"
@@ -341,6 +358,7 @@ class Worker:
 
     def run(self) -> int:
         """Work until SIGTERM, or with --once until no job waits. Returns the exit status."""
+        threading.Thread(target=beat, args=(self.folder / "heartbeat",), daemon=True).start()
         while not self.is_ending:
             n_left = self.look()
             if self.cfg.once and not n_left:
@@ -411,17 +429,19 @@ class Worker:
             raise FileNotFoundError("its folder was removed")
         try:
             state = job.state()
-            is_late = self.is_late(state)
+            if is_running and job.log.exists():
+                os.utime(job.log)  # until now it has trained: see `seconds`
+            is_late = self.seconds(job, state, is_running) > 3600 * self.cfg.most_hours
             if is_running and (job.is_cancelled or is_late):
                 self.launcher.cancel(job)
             elif is_running:
                 return
+            elif job.is_finished:
+                self.succeed(job)
             elif job.is_cancelled:
                 self.end(job, "cancelled", "The job was cancelled")
             elif state["status"] != "running":
                 self.begin(job)
-            elif is_finished(job):
-                self.succeed(job)
             elif is_late:
                 self.fail(job, f"the job took more than {self.cfg.most_hours:g} hours")
             else:
@@ -433,9 +453,20 @@ class Worker:
         except Exception as error:  # whatever it is, it concerns this job alone
             self.fail(job, f"{type(error).__name__}: {program.one_line(error)}")
 
-    def is_late(self, state: dict) -> bool:
-        """Has a job taken too long?"""
-        return time.time() - state.get("started_at", math.inf) > 3600 * self.cfg.most_hours
+    def seconds(self, job: Job, state: dict, is_running: bool) -> float:
+        """For how long a job has trained, all launches together.
+
+        A launch lasts until the last change of its log: a line, or a worker's look. One of SLURM
+        begins when it leaves the queue.
+        """
+        before, begun = state.get("trained_seconds", 0.0), state.get("running_since", math.inf)
+        if self.launcher.outlives:
+            times = map(unix_seconds, runlog.read_launches(job.run_dir))
+            begun = min([at for at in times if at > begun - 1], default=math.inf)
+        end = time.time() if is_running else begun
+        if job.log.exists() and not is_running:
+            end = job.log.stat().st_mtime
+        return before + (max(0.0, end - begun) if begun < math.inf else 0.0)
 
     def begin(self, job: Job) -> None:
         """Prepare a job if that is not done, and start its training."""
@@ -449,17 +480,18 @@ class Worker:
                 return self.fail(job, program.one_line(error))
             if job.is_cancelled or self.is_ending:
                 return  # the next look sees to it
-        if "started_at" in job.state():
-            job.add_event("The training goes on")
-        else:
-            job.write_state(started_at=time.time())
-            job.add_event("The training has started")
+        is_again = "running_since" in job.state()
+        job.add_event("The training goes on" if is_again else "The training has started")
         self.start(job)
 
     def start(self, job: Job) -> None:
         """Start the training."""
         size = job.log.stat().st_size if job.log.exists() else 0
-        job.write_state(status="running", log_begin=size)
+        seconds = self.seconds(job, job.state(), is_running=False)
+        now = time.time()
+        job.write_state(
+            status="running", log_begin=size, trained_seconds=seconds, running_since=now
+        )
         self.launcher.start(job, self.claims[job])
 
     def go_on(self, job: Job, state: dict, outcome) -> None:
@@ -483,17 +515,19 @@ class Worker:
         """End a job whose training has finished."""
         rows = runlog.read(job.run_dir)
         losses = [row["val_loss"] for row in rows if "val_loss" in row]
+        steps = [row["step"] for row in rows if "val_loss" in row]
         words = "The training has finished"
         if losses:
             words += f": held-out loss {losses[0]:.4f} before, {losses[-1]:.4f} after"
             if losses[-1] > 1.1 * min(losses):
-                words += f", lowest {min(losses):.4f} in between: fewer epochs may do better"
+                best = steps[losses.index(min(losses))]
+                name = f"{job.run_dir.name}/checkpoints/step-{best}"
+                words += f", lowest {min(losses):.4f} at step {best}: fewer epochs, or {name}"
         tokens = max((row.get("tokens", 0) for row in rows), default=0)
         self.end(job, "succeeded", words, trained_tokens=tokens)
 
     def fail(self, job: Job, reason: str) -> None:
         """End a job that cannot succeed."""
-        reason = reason.replace(f"{self.folder}/", "")  # clients need not know where it is
         error = {"code": "job_failed", "message": reason, "param": None}
         self.end(job, "failed", f"The job failed: {reason}", "error", error=error)
 
@@ -515,7 +549,7 @@ class Worker:
             with contextlib.suppress(OSError, UserError):
                 if self.launcher.outlives or not job.settings.exists():
                     pass
-                elif is_finished(job):
+                elif job.is_finished:
                     self.succeed(job)
                 elif not job.is_cancelled:
                     job.write_state(status="queued")
@@ -537,12 +571,20 @@ def has_ended(job: Job) -> bool:
         return False
 
 
-def is_finished(job: Job) -> bool:
-    """Has the training of a job done its last step?"""
-    newest = checkpoint.latest(job.run_dir)
-    if not newest or not job.settings.exists():
-        return False
-    return checkpoint.number(newest) >= config.read_file(str(job.settings))["max_steps"]
+def unix_seconds(launch: dict) -> float:
+    """When a launch began, in Unix seconds; 0 if that is not known."""
+    try:
+        return datetime.datetime.strptime(launch.get("time"), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def beat(path: Path) -> None:
+    """Touch the workers' heartbeat for ever: in a thread, since preparing a job takes minutes."""
+    while True:
+        with contextlib.suppress(OSError):
+            path.touch()
+        time.sleep(BEAT_SECONDS)
 
 
 def last_words(job: Job, state: dict) -> str:

@@ -4,6 +4,7 @@ The interpreter is chosen when a kernel is decorated, so the kernels run in othe
 of the fixture `interpreted`.
 """
 
+import dataclasses
 import itertools
 import math
 import os
@@ -16,12 +17,15 @@ from tracing.tracer import Tracer
 
 pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
-from attention import alibi_slopes, attention  # noqa: E402
+from attention import Window, alibi_slopes, attention  # noqa: E402
 from config import MPTConfig
 from gpu_kernels import flash_attention as kernels  # noqa: E402
 from gpu_kernels import launch_table  # noqa: E402
+from gpu_kernels.launch_table import ONE_QUERY  # noqa: E402
 from model import MPT, init_weights  # noqa: E402
 from program import UserError
+from serving.decoder import Decoder
+from serving.step_graph import StepGraphs
 
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}  # relative to the largest exact value
 
@@ -308,6 +312,71 @@ def hidden_blocks(world):
 
 def test_a_document_before_is_skipped_not_multiplied_by_zero(interpreted):
     assert interpreted(hidden_blocks)[0] == (True, True)
+
+
+# --- one query that sees a window of the keys: a captured step of the decoder
+
+
+def errors_of_windows(world):
+    """{(dtype, heads of keys, D, ALiBi, row): error against float64}, of four rows of a cache."""
+    errors = {}
+    cases = itertools.product(LIMITS, (1, 3), (32, 96), (True, False), (None, ONE_QUERY))
+    for case in list(cases)[world.global_rank :: world.global_size]:
+        dtype, Hkv, D, alibi, row = case
+        generator = torch.Generator().manual_seed(0)
+        memory = torch.randn(2, 5, Hkv, 150, D, generator=generator).to(getattr(torch, dtype))
+        k, v = memory[:, :4, :, :140]
+        q = torch.randn(4, 1, 3, D, generator=generator).to(k.dtype).transpose(1, 2)
+        first, end = torch.tensor([0, 5, 70, 90]), 91  # columns; the last row sees one of them
+        slopes = alibi_slopes(3) if alibi else None
+        window = Window(first, first * 0 + end, n_keys=140)
+        settings = {"alibi_slopes": slopes, "window": window}
+        with pytest.MonkeyPatch.context() as patch:
+            if row:
+                patch.setattr(launch_table, "row_for", lambda *_: ONE_QUERY)
+            out = attention(q, k, v, impl="triton", **settings)
+        for b in range(4):
+            seen = (slice(b, b + 1), slice(None), slice(first[b], end))
+            exact = kernels.reference_attention(
+                *(x.double() for x in (q[b : b + 1], k[seen], v[seen])), slopes
+            )
+            error = (out[b : b + 1] - exact).abs().max() / exact.abs().max()
+            errors[case] = max(error.item(), errors.get(case, 0.0))
+    return errors
+
+
+def test_a_window_equals_the_formula_in_fp64(interpreted):
+    found = [pair for errors in interpreted(errors_of_windows) for pair in errors.items()]
+    assert len(found) == 48
+    assert not [(case, error) for case, error in found if not error < LIMITS[case[0]]]
+
+
+def error_of_a_step(world, more):
+    """Of a captured step's logits in fp32, against the whole text in float64, without a cache."""
+    cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=64, attn_impl="triton", **more)
+    mpt = MPT(cfg).eval()
+    init_weights(mpt, seed=0)
+    exact_cfg = dataclasses.replace(cfg, attn_impl="reference")
+    exact = MPT(exact_cfg).eval().double()
+    exact.load_state_dict(mpt.state_dict())
+    ids = torch.randint(64, (3, 21), generator=torch.Generator().manual_seed(0))
+    pad = torch.tensor([0, 4, 9])
+    decode = Decoder(mpt, 64)
+    with torch.inference_mode():
+        graphs = StepGraphs(decode, mpt.new_cache(4, 40, torch.float32))
+        cache = graphs.empty(3, pad)
+        decode(ids[:, :20], cache)
+        graphs.fill(ids[:, 20:], cache, 4, 32, 0)
+        logits = graphs.step(4, 32, 0)[:3]
+        wanted = torch.stack([exact(row[None, n:])[0, -1] for row, n in zip(ids, pad, strict=True)])
+    return ((logits - wanted).abs().max() / wanted.abs().max()).item()
+
+
+@pytest.mark.parametrize(
+    "more", [{"alibi": True, "kv_n_heads": 2}, slowly({"rope": True})], ids=str
+)
+def test_a_captured_step_equals_the_whole_text_in_fp64(more, interpreted):
+    assert interpreted(error_of_a_step, more)[0] < 1e-5
 
 
 # --- the operator

@@ -56,7 +56,8 @@ SLACK = 0 if PINNED else 384  # bytes more, for other versions of the compiler
 
 def facts(binary):
     """What the test checks: shared memory (bytes), warp size, spilled bytes, instructions."""
-    return dataclasses.asdict(compiled.facts(binary))
+    of_one_warp = binary.asm.get("ptx", "").count("mma.sync")  # also where larger ones exist
+    return dataclasses.asdict(compiled.facts(binary)) | {"of one warp": of_one_warp}
 
 
 def share(world, cases):
@@ -101,6 +102,7 @@ OTHERS = [dict(causal=False), dict(documents=True), dict(group=4)]
 OTHERS += [dict(dtype="float16"), dict(dtype="float32")]
 OTHERS += [dict(lengths=(1, 77)), dict(lengths=(1, 1), documents=True)]
 OTHERS += [dict(lengths=(33, 77), causal=False)]
+OF_A_STEP = dict(lengths=(1, 512), documents=True, group=4)  # takes ONE_QUERY
 
 
 def cases_of(head_dims, settings, archs=SHARED):
@@ -112,6 +114,7 @@ CASES = [
     (arch, D, pass_name, HARDEST[pass_name])
     for arch, D, pass_name in itertools.product(SHARED, (64, 128), PASSES)
 ]
+CASES += [(arch, D, "forward", OF_A_STEP) for arch, D in itertools.product(SHARED, (64, 128))]
 MORE = [case for case in cases_of((64, 128), USUAL) if case not in CASES]
 MORE += cases_of((64, 128), OTHERS)
 MORE += cases_of((96,), USUAL)
@@ -167,7 +170,8 @@ def check(case, found):
     assert found["tensor_memory"] <= TENSOR_MEMORY
     if settings.get("dtype") == "float32":
         return  # the fallback row: it must fit, and need not be fast
-    assert found["matrix"] > 0
+    is_one_query = pass_name == "forward" and settings.get("lengths", (0, 0))[0] == 1
+    assert found["matrix"] + is_one_query * found["of one warp"] > 0
     assert found["wide_loads"] > 0 or D < 64  # 16 bytes a thread
     owner = SAME_ROWS.get(arch, arch)
     allowed = SPILLS.get((owner, 64 if D <= 64 else 128, pass_name), 0) + SLACK
@@ -229,6 +233,8 @@ def test_a_head_takes_the_narrowest_rows_that_hold_it(arch, head_dim, column, ca
         expected = LAUNCH[SAME_ROWS.get(arch, arch), column][pass_name]
         assert row_for(arch, head_dim, pass_name, torch.bfloat16) == expected
         assert row_for(arch, head_dim, pass_name, torch.float32) == UNKNOWN
+    one_query = row_for(arch, head_dim, "forward", torch.bfloat16, n_queries=1)
+    assert one_query == launch_table.ONE_QUERY
     assert capsys.readouterr().err == ""
 
 

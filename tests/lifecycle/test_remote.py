@@ -27,7 +27,7 @@ import fsdp_train
 from config import TrainConfig
 from lessons.elastic import steps_done
 from lifecycle import lease as leases
-from lifecycle import remote
+from lifecycle import remote, watchdog
 from lifecycle.remote import RemoteLease
 from program import UserError
 from storage import checkpoint_files, object_store, remote_checkpoints
@@ -403,6 +403,99 @@ def test_a_store_that_refuses_is_one_line(ranks, tmp_path, tiny_data, store):
     assert status == 2 and "lack permission" in message and "\n" not in message
 
 
+THREADS = [  # of a run: what fails in each of them
+    (leases.Lease, "write"),
+    (remote.RemoteLease, "beat"),
+    (remote.Mirror, "copy_record"),
+    (remote.Mirror, "copy"),
+    (watchdog.Watchdog, "exchange"),
+]
+
+
+@contextlib.contextmanager
+def failing_in_threads(place, name, rank):
+    """In all threads but the main one this function has a bug."""
+    function = getattr(place, name)
+
+    def fails(*args):
+        if threading.current_thread() is threading.main_thread():
+            return function(*args)
+        raise RuntimeError(f"a bug in {name}")
+
+    with in_a_hurry({}), mock.patch.object(place, name, fails):
+        yield
+
+
+@pytest.mark.parametrize("place, name", [THREADS[1], *map(lambda case: slowly(*case), THREADS)])
+def test_a_thread_that_dies_ends_the_run(in_folder, place, name):
+    """It would only seem to go on: without heartbeats another run takes over, without copies..."""
+    flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
+    fault = functools.partial(failing_in_threads, place, name)
+    with Job(in_folder.folder(), 1, fsdp_train.main, flags, fault=fault) as job:
+        assert job.wait() == [1], job.log()[-3000:]
+        assert f"RuntimeError: a bug in {name}" in job.log()
+
+
+def copying_fails_on_rank_1(rank):
+    return failing_in_threads(remote.Mirror, "copy", rank) if rank else in_a_hurry({})
+
+
+@pytest.mark.slow
+def test_a_copier_that_dies_on_one_rank_ends_all(in_folder):
+    flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
+    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=copying_fails_on_rank_1) as job:
+        statuses = job.wait()
+        assert statuses[1] == 1 and statuses[0] in (1, 75), job.log()[-3000:]
+        assert "a bug in copy" in job.log()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [store_server.ABORTED, store_server.CONFLICT])
+def test_a_conflict_loses_nothing(ranks, tmp_path, tiny_data, store, fault):
+    """One of each kind of request: of the lease, of a file, of the list of a checkpoint."""
+    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
+    kinds = {"lease/", "run.json", "distcp", "checksums.json", "metrics.jsonl"}
+
+    def once(method, path):
+        for kind in kinds:
+            if method == "PUT" and kind in path:
+                kinds.remove(kind)
+                return fault
+
+    store.proxy.fault = once
+    status, message, out = cluster.train(ranks(1), "--max_steps=8")
+    assert status == 0 and "goes on" not in out, message
+    assert not kinds and names_of(store.url)[0] == 8
+
+
+@pytest.mark.slow
+def test_credentials_that_expire_are_not_waited_for(ranks, tmp_path, tiny_data, store):
+    """The run ends with its checkpoints here, and says so."""
+    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
+    expired = 400, "ExpiredToken", "The provided token has expired."
+    seen = store.proxy.requests
+    store.proxy.fault = lambda method, path: expired if len(seen) > 15 else None
+    folder = cluster.folder()
+    status, message, out = cluster.train(ranks(1), "--max_steps=8", folder=folder)
+    assert status == 0 and "waiting at most" not in out, message
+    assert "step-8 is not copied" in out and "credentials have expired" in out
+    store.proxy.fault = lambda method, path: None
+    assert cluster.train(ranks(1), "--max_steps=8", folder=folder)[0] == 0
+    assert names_of(store.url)[0] == 8
+
+
+def test_a_remote_of_another_model_is_refused_before_anything_comes_down(ranks, in_folder):
+    assert in_folder.train(ranks(1), "--max_steps=4")[0] == 0
+    other = in_folder.folder()
+    status, message, out = in_folder.train(ranks(1), "--max_steps=4", "--d_model=64", folder=other)
+    assert status == 2 and "another --remote" in message and "downloading" not in out
+    assert f"{in_folder.url}/checkpoints/step-4." in message and "d_model 32 (here 64)" in message
+    assert not (other / "run/checkpoints").exists()
+    elsewhere = f"--remote={in_folder.url}-2"  # what the line advises
+    flags = ["--max_steps=4", "--d_model=64", elsewhere]
+    assert in_folder.train(ranks(1), *flags, folder=other)[0] == 0
+
+
 @pytest.mark.slow
 def test_a_full_disk_is_one_line(ranks, in_folder, python, tmp_path):
     assert in_folder.train(ranks(1), "--max_steps=4")[0] == 0
@@ -446,7 +539,8 @@ def test_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ran
     print(f"\nSOAK_SEED={seed}")
     chance = random.Random(seed)
     faults = ["503", "refuse", "cut", "corrupt", "lose", 0.2]
-    store.proxy.fault = lambda method, path: chance.choice(faults + 54 * [None])
+    faults += [store_server.ABORTED, store_server.CONFLICT]
+    store.proxy.fault = lambda method, path: chance.choice(faults + 72 * [None])
     cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
     fault = functools.partial(in_a_hurry, store.variables)
     flags = [*cluster.flags, "--run_dir=run"]

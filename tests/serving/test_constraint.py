@@ -1,10 +1,14 @@
 """serving/constraint.py: whatever is drawn through its masks conforms; the rest is refused."""
 
+import asyncio
+import datetime
 import json
 import random
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 import jsonschema
 import pytest
@@ -13,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from program import UserError
-from serving.constraint import Constraints, random_text
+from serving import grammar
+from serving.constraint import Constraints, json_of, random_text
 from text import tokenizer as tokenizers
 
 BYTES = tokenizers.load("bytes")
@@ -215,9 +220,118 @@ def test_properties_come_in_the_order_of_the_schema():
 
 
 def test_any_json_object():
-    assert takes(CONSTRAINTS.json_object(), '{"a": [1, "x", {}], "b": null}')
+    assert takes(CONSTRAINTS.schema({"type": "object"}), '{"a": [1, "x", {}], "b": null}')
     for text in ("[1]", "1", "{]"):
-        assert not takes(CONSTRAINTS.json_object(), text)
+        assert not takes(CONSTRAINTS.schema({"type": "object"}), text)
+
+
+def test_each_date_exists():
+    dates = CONSTRAINTS.schema({"type": "string", "format": "date"})
+    times = CONSTRAINTS.schema({"anyOf": [{"type": "null"}, {"format": "date-time"}]})
+    draw = random.Random(1)
+    for _ in range(300):
+        year, month, day = draw.randint(1, 9999), draw.choice([0, 1, 2, 2, 4, 12, 13]), 0
+        day = draw.choice([0, 1, 28, 29, 29, 30, 31, 32])
+        text = f"{year:04}-{month:02}-{day:02}"
+        try:
+            exists = bool(datetime.date(year, month, day))
+        except ValueError:
+            exists = False
+        assert takes(dates.copy(), f'"{text}"') == exists, text
+        assert takes(times.copy(), f'"{text}T10:00:00Z"') == exists, text
+
+
+def test_a_name_of_a_host_has_a_length():
+    name = ".".join(["a" * 60] * 4)
+    for length, fits in [(250, True), (253, True), (254, False)]:
+        host = CONSTRAINTS.schema({"type": "string", "format": "hostname"})
+        assert takes(host, f'"{name}.{"b" * length}'[: length + 1] + '"') == fits
+
+
+# --- Limits of numbers
+
+BOUNDS = [0, 1, -1, 5, 10, -10, 99, 0.1, 0.5, 0.95, -0.5, -0.05, 1.5, -1.5, 2.25, 1e-7]
+BOUNDS += [2**53, 2**63, 2**64 - 1, -(2**63), 10**30, 1e22, 2**53 - 1]
+STEPS = [1, 2, 3, 7, 12, 100, 0.1, 0.25, 0.5, 1.5, 0.01, 0.07, 1e-7]
+
+
+def exact(number) -> Fraction:
+    return Fraction(str(number))
+
+
+def conforms(schema, text: str) -> bool:
+    """Whether a number in decimals is what a schema describes, without rounding."""
+    value = Fraction(text)
+    tests = {
+        "minimum": lambda bound: value >= bound,
+        "exclusiveMinimum": lambda bound: value > bound,
+        "maximum": lambda bound: value <= bound,
+        "exclusiveMaximum": lambda bound: value < bound,
+        "multipleOf": lambda step: (value / step).denominator == 1,
+    }
+    is_of_type = schema["type"] == "number" or value.denominator == 1
+    return is_of_type and all(
+        tests[name](exact(bound)) for name, bound in schema.items() if name in tests
+    )
+
+
+def decimals(value: Fraction) -> str:
+    """A number without an exponent. value: of at most 9 decimals."""
+    sign, digits = "-" * (value < 0), f"{abs(value.numerator) * 10**9 // value.denominator:010}"
+    return f"{sign}{digits[:-9]}.{digits[-9:]}".rstrip("0").rstrip(".")
+
+
+def numbers_near(bounds) -> set[str]:
+    """Texts of numbers that such bounds might get wrong."""
+    texts = {"0", "-0", "0.0", "-0.0", "1", "-1", "1e1", "-1E-1"}
+    for bound in map(exact, bounds):
+        whole = int(bound)
+        texts |= {str(whole), str(-whole), str(whole + 1), str(whole - 1), f"{whole}.0"}
+        steps = [Fraction(0), *(Fraction(sign, 10**n) for n in range(6) for sign in (1, -1))]
+        texts |= {decimals(bound + step) for step in steps}
+    return texts
+
+
+@pytest.mark.parametrize("n_schemas", [150, slowly(3000)])
+def test_limits_of_numbers_hold_or_are_refused_by_name(n_schemas):
+    draw = random.Random(n_schemas)
+    taken = refused = 0
+    for _ in range(n_schemas):
+        schema = {"type": draw.choice(["integer", "number"])}
+        for name in grammar.BOUNDS:
+            if draw.random() < 0.4:
+                schema[name] = draw.choice([*BOUNDS, draw.randint(-30, 30)])
+        if draw.random() < 0.25:
+            schema["multipleOf"] = draw.choice(STEPS)
+        parts = [{name: schema[name]} for name in schema if name != "type"]
+        how = draw.choice([schema, {"type": schema["type"], "allOf": parts}])
+        try:
+            constraint = CONSTRAINTS.schema(how)
+        except UserError as error:
+            assert re.search(r"[Mm]inimum|[Mm]aximum|multiple|bounds|interval", str(error)), error
+            refused += 1
+            continue
+        taken += 1
+        for text in numbers_near(value for name, value in schema.items() if name != "type"):
+            fits = takes(constraint.copy(), text)
+            assert conforms(schema, text) or not fits, (how, text)
+    assert min(taken, refused) > n_schemas // 5
+
+
+def test_bounds_that_may_meet_in_one_number_are_looked_at_together():
+    positive, small = {"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}
+    meeting = [
+        {"allOf": [positive, small]},
+        {"$ref": "#/$defs/a", "$defs": {"a": positive}, **small},
+        {"properties": {"a": positive}, "patternProperties": {"a": small}},
+        {"properties": {"a": positive}, "anyOf": [{"properties": {"a": small}}]},
+    ]
+    for schema in meeting:
+        assert "exclusiveMinimum 0 is not enforced" in refusal(CONSTRAINTS.schema, schema)
+    two = {"type": "integer", "allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}
+    assert "multipleOf" in refusal(CONSTRAINTS.schema, two)
+    apart = {"properties": {"a": positive, "b": small}, "required": ["a", "b"]}
+    assert takes(CONSTRAINTS.schema(apart), '{"a": 7, "b": 0}')
 
 
 # --- Regular expressions
@@ -231,6 +345,10 @@ REGEXES = [
     ('[^"]*', 'a"', False),
     ("a/b\nc", "a/b\nc", True),
     ('x/ | "evil', "evil", False),
+    (r"[\d-]+\w\\d", r"4-5_\d", True),
+    (r"\d", "\u0664", False),
+    (r"[\w]", "é", False),
+    (r"[^\d]\W\D", "é-é", True),
 ]
 
 
@@ -335,17 +453,76 @@ def test_every_id_that_ends_texts_may_end_this_one():
 # --- Building
 
 
-def test_the_last_matchers_are_kept_and_texts_do_not_share_them():
+def test_the_last_matchers_are_kept_and_texts_do_not_share_them(monkeypatch):
     constraints = Constraints(BYTES, n_kept=2)
     built = []
-    build = constraints.build
-    constraints.build = lambda *about: built.append(about[1]) or build(*about)
+    build = grammar.matcher_of
+    monkeypatch.setattr(
+        grammar, "matcher_of", lambda *about: built.append(about[2]) or build(*about)
+    )
     for pattern in ("a+", "b+", "a+", "c+", "a+", "b+"):
         constraint = constraints.regex(pattern)
         assert allowed(constraint) == {ord(pattern[0])}
         constraint.accept(ord(pattern[0]))
     assert built == ["a+", "b+", "c+", "b+"]
     assert len(constraints.kept) == 2
+
+
+def many(n: int, spelling: str, value=None) -> dict:
+    """An object of n fields."""
+    return {spelling.format(i): value or {} for i in range(n)}
+
+
+HOSTILE = {
+    "patternProperties": {"patternProperties": many(1000, "^k{:03x}")},
+    "multipleOf": {"type": "integer", "multipleOf": 999983},
+    "allOf": {"allOf": [{"type": "string", "pattern": f"a.*{i}"} for i in range(20)]},
+    "anyOf": {"anyOf": [{"properties": many(9, f"k{i}_{{}}")} for i in range(300)]},
+    "properties": {"properties": many(2500, "k{}")},
+    "required": {"required": [*many(5000, "k{}")]},
+    "additionalProperties": {"properties": many(900, "k{}", {"additionalProperties": {}})},
+    "enum": {"enum": [*range(8000)]},
+    "const": {"const": many(2500, "k{}")},
+    "pattern": {"type": "string", "pattern": "^((a{1,50}){1,50}b){1,50}.*a.{200}c$"},
+    "maxLength": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
+    "maxItems": {"type": "array", "minItems": 10**5, "maxItems": 10**6},
+    "prefixItems": {"type": "array", "prefixItems": [{}] * 9000},
+    "format": {"properties": many(700, "k{}", {"type": "string", "format": "uri"})},
+    "minimum": {"properties": many(500, "k{}", {"type": "number", "minimum": -1.23456789})},
+    "$ref": {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)}
+        | {"d30": {"patternProperties": many(200, "^k{}")}},
+    },
+}
+REPETITIONS = ["(a{1,100}){1,100}", "(a|b)*a(a|b){20}", r"\p{L}{1,3000}", ".*a.{900}b.{900}c"]
+TRIED = [("JSON schema", json_of(schema)) for schema in HOSTILE.values()]
+TRIED += [("regex", pattern) for pattern in REPETITIONS]
+
+
+@pytest.mark.parametrize(
+    "kind, text", [slowly(*one) for one in TRIED], ids=[*HOSTILE, *range(len(REPETITIONS))]
+)
+def test_whatever_is_not_refused_is_built_in_a_second_of_a_processor(kind, text):
+    check_cost(kind, text)
+
+
+def test_what_takes_too_long_is_refused_before_it_is_built():
+    assert "takes more than 0.5 s" in check_cost(*TRIED[0])
+    assert check_cost("regex", "a{1,9}") == ""
+
+
+def check_cost(kind, text) -> str:
+    """The reason why something is not built; AssertionError if it then takes too long."""
+    begin = time.process_time()
+    try:
+        asyncio.run(CONSTRAINTS.require_cheap(kind, text))
+        CONSTRAINTS.constraint(kind, text)
+    except UserError as error:
+        return str(error)
+    finally:
+        assert time.process_time() - begin < 2 * grammar.SECONDS
+    return ""
 
 
 def test_threads_may_build_at_the_same_time():

@@ -376,8 +376,8 @@ def test_what_can_never_be_served_is_refused_at_once():
     assert not engine.is_busy
     finished(engine, one := request("x" * 10, 10))
     assert one.text.new_tokens == 10
-    for bad in ({"temperature": -1}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}):
-        assert "top_p in (0, 1]" in refusal(Sampling, **bad)
+    for bad in ({"temperature": -1}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": -0.1}):
+        assert "top_p in [0, 1]" in refusal(Sampling, **bad)
 
 
 # --- Who waits for whom

@@ -76,7 +76,7 @@ def test_more_numbers_begin_with_the_same():
     assert torch.equal(uniforms(7, [5], 0, 1000)[:13], uniforms(7, [5], 0, 13))
 
 
-TOP_P = [{"top_p": 1e-300}, {"top_p": 1e-46}, {"top_p": 1e-30}]
+TOP_P = [{"top_p": 0}, {"top_p": 1e-300}, {"top_p": 1e-46}, {"top_p": 1e-30}]
 TEMPERATURE = [{"temperature": 1e-300}, {"temperature": 1e-40}]
 
 

@@ -56,7 +56,9 @@ def test_a_file_goes_up_and_comes_down(kind, size, tmp_path, request):
         there.download("x/a", tmp_path / "c", 1)
 
 
-@pytest.mark.parametrize("fault", ["503", "refuse", "cut", "corrupt", "lose", 0.3])
+@pytest.mark.parametrize(
+    "fault", ["503", "refuse", "cut", "corrupt", "lose", 0.3, store_server.ABORTED]
+)
 @pytest.mark.parametrize("size", [50_000, slowly(20_000_000)])
 def test_faults_change_nothing(store, fault, size, tmp_path):
     """Damaged bodies are refused on the way up, and found on the way down."""
@@ -131,6 +133,8 @@ def test_an_answer_that_is_lost_locks_nobody_out(store):
 @pytest.mark.parametrize(
     "variables, words",
     [
+        ({"AWS_ENDPOINT_URL": "localhost:9000"}, "AWS_ENDPOINT_URL is not an address"),
+        ({"AWS_ENDPOINT": ""}, "AWS_ENDPOINT is not an address"),
         ({"AWS_SECRET_ACCESS_KEY": "another"}, "wrong secret key"),
         ({"AWS_ACCESS_KEY_ID": "nobody"}, "does not know this access key"),
         (store_server.READER, "lack permission"),
@@ -140,11 +144,80 @@ def test_an_answer_that_is_lost_locks_nobody_out(store):
 def test_each_cause_has_its_line(store, variables, words, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    there = open_store(store.url)
-    message = refusal(there.put, "a", b"content")
+    message = refusal(lambda: open_store(store.url).put("a", b"content"))
     assert words in message
-    for secret in (*variables.values(), "127.0.0.1", "another"):
+    for secret in filter(None, (*variables.values(), "127.0.0.1", "another")):
         assert secret not in message
+
+
+REFUSALS = [
+    ((400, "ExpiredToken", "The provided token has expired."), "credentials have expired"),
+    ((403, "InvalidObjectState", "The object is archived."), "InvalidObjectState: The object is"),
+    ((403, "QuotaExceeded", "The quota is used up."), "QuotaExceeded: The quota is used up."),
+    ((405, "MethodNotAllowed", "Not on this resource."), "MethodNotAllowed: Not on this resource."),
+]
+
+
+@pytest.mark.parametrize("fault, words", REFUSALS)
+def test_what_does_not_pass_is_not_waited_for(store, fault, words, tmp_path):
+    """The store's own reason is said after one request."""
+    there = open_store(store.url, tries=30)
+    store.proxy.fault = lambda method, path: fault
+    (tmp_path / "a").write_bytes(b"1")
+    for act in (
+        lambda: there.get("a"),
+        lambda: there.put("a", b"1"),
+        lambda: there.create("a", b"1"),
+        lambda: there.upload(tmp_path / "a", "a"),
+        there.sizes,
+    ):
+        store.proxy.requests.clear()
+        with pytest.raises(StoreError, match=words) as error:
+            act()
+        assert not error.value.passes and len(store.proxy.requests) == 1
+
+
+def test_a_conflict_is_no_object(store):
+    """Of all requests: it is tried again. A conditional write may find that another has won."""
+    there, seen = open_store(store.url), store.proxy.requests
+    faults = [store_server.ABORTED, store_server.CONFLICT]
+    store.proxy.fault = lambda method, path: faults[len(seen) % 2] if len(seen) < 3 else None
+    for act in (
+        lambda: there.create("a", b"1"),
+        lambda: there.put("a", b"1") or True,
+        lambda: there.get("a") == b"1",
+        lambda: there.sizes() == {"a": 1},
+        lambda: not there.create("a", b"2"),
+        lambda: there.delete("a") or True,
+    ):
+        seen.clear()
+        assert act() and len(seen) > 2
+    store.proxy.fault = lambda method, path: store_server.ABORTED
+    with pytest.raises(StoreError, match="OperationAborted") as error:
+        there.sizes()
+    assert error.value.passes
+
+
+def test_a_patient_store_says_once_that_it_waits(store, monkeypatch, capsys):
+    monkeypatch.setattr(object_store, "LONGEST_PAUSE", 0.1)
+    there, seen = open_store(store.url, tries=12), store.proxy.requests
+    store.proxy.fault = lambda method, path: "503" if len(seen) < 10 else None
+    assert there.sizes() == {}
+    assert len(seen) == 10
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and "asks for fewer requests. Trying again" in err
+    assert out == f"{store.url} answers again\n"
+
+
+def test_a_name_that_the_client_cannot_read_is_named():
+    """One such object makes lists of all others fail. SeaweedFS has none: obstore's words."""
+    for text, name in (
+        ('Path "run//x" contained empty path segment', "run//x"),
+        ('Error parsing Path "run/./x": Encountered illegal character sequence', "run/./x"),
+    ):
+        text = f"Encountered object with invalid path: {text}"
+        assert f"{name!r}: rename or delete it" in object_store.cause(text)
+        assert not object_store.may_pass(text)
 
 
 def test_a_bucket_that_is_not_there(store, tmp_path):
@@ -158,7 +231,7 @@ def test_a_bucket_that_is_not_there(store, tmp_path):
 
 def test_a_store_that_is_down_says_so(store):
     there = open_store(store.url)
-    for fault, words in [("503", "overloaded"), ("refuse", "does not answer")]:
+    for fault, words in [("503", "fewer requests"), ("refuse", "does not answer")]:
         store.proxy.fault = lambda method, path, fault=fault: fault
         with pytest.raises(StoreError, match=words) as error:
             there.sizes()

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -220,6 +221,26 @@ def test_a_block_damaged_on_the_way_is_fetched_again(store, tokens, tmp_path):
     with opened(place(store.url, tokens), cfg, alone()) as dataset:
         compare(dataset, tokens, cfg, alone(), range(20))
     assert damaged
+
+
+@pytest.mark.slow
+def test_an_outage_while_reading_is_waited_for(store, tokens, tmp_path, capfd):
+    """Ten seconds of it, of which the client's own tries last two."""
+    upload(tokens, store.url)
+    cfg = settings(tmp_path / "cache")
+    begin = []
+
+    def down(method, path):
+        if "train-" in path:
+            begin.append(time.monotonic())
+            return "503" if time.monotonic() < begin[0] + 10 else None
+
+    store.proxy.fault = down
+    with opened(place(store.url, tokens), cfg, alone()) as dataset:
+        compare(dataset, tokens, cfg, alone(), range(20))
+    assert time.monotonic() > begin[0] + 10
+    out, err = capfd.readouterr()
+    assert "Trying again" in err and "answers again" in out
 
 
 CHANGES = {  # a change of the store, and what is said of the shard

@@ -11,7 +11,8 @@ device, a cast that should not be there, or a wait for the GPU shows on a laptop
 Three things stand in for what is missing:
 
     the driver       fake_gpu.cpp answers "one GPU, number 0"
-    torch.cuda       `stand_ins` below: streams and events that do nothing, an H100's properties
+    torch.cuda       `stand_ins` below: streams and events that do nothing, graphs that run while
+                     they are captured, an H100's properties
     the other ranks  a process group of PyTorch's that transfers nothing
 
 What it cannot show: values, speed, memory, kernels, NCCL, races between streams.
@@ -103,6 +104,25 @@ class Stream(Event):
         return event or Event()
 
 
+class Graph:
+    """A CUDA graph: its kernels run once, while it is captured."""
+
+    replays = []  # of all graphs
+
+    def pool(self):
+        return 0, 1
+
+    def replay(self) -> None:
+        self.replays.append(self)
+
+
+def graph(graph, pool=None, capture_error_mode="global"):
+    """The capture of a graph: a part of the step, for the tracer."""
+    import torch
+
+    return torch.profiler.record_function("captured")
+
+
 @dataclass
 class Properties:
     """What an H100 says of itself, as far as anybody here asks."""
@@ -134,6 +154,8 @@ def stand_ins(device) -> dict:
         "get_device_capability": lambda device=None: (gpu.major, gpu.minor),
         "mem_get_info": lambda device=None: (gpu.total_memory, gpu.total_memory),
         "max_memory_allocated": lambda device=None: 0,
+        "CUDAGraph": Graph,
+        "graph": graph,
         "Event": Event,
         "Stream": Stream,
         "stream": lambda stream: stream or queue,

@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # The results of these have a value, or a shape, that the host must know to continue.
 READ_BACKS = {
     "aten::_local_scalar_dense",  # item(), float(x), `if x:`
+    "aten::item",  # the same in inference mode
     "aten::is_nonzero",
     "aten::equal",
     "aten::nonzero",
@@ -49,7 +50,8 @@ READ_BACKS = {
 }
 # A boolean index is turned into numbers first, by nonzero.
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-COPIES = {"aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"}
+# In inference mode x.to(...) is one operation, a view unless dtype or device change.
+COPIES = {"aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::to"}
 # These allocate or describe memory, but launch no kernel. Nor do views.
 NO_KERNEL = {
     "aten::empty",
@@ -197,7 +199,8 @@ class Tracer(TorchDispatchMode):
         """Append an operation, if a kernel does it."""
         name = operation.name().split(".")[0]
         inputs, outputs = specs_of((args, kwargs)), specs_of(result)
-        if not launches(operation, name) or not inputs + outputs:
+        copies = name == "aten::to" and [x[1:] for x in inputs] != [x[1:] for x in outputs]
+        if not (launches(operation, name) or copies) or not inputs + outputs:
             return
         on_device = any(spec.device != "cpu" for spec in inputs)
         self.operations.append(

@@ -23,9 +23,20 @@ from web.worker import pids_left
 KEYS = ["a-key-of-the-tests-0001", "a-key-of-the-tests-0002"]
 
 
-def client_of(folder, base="base", upload_bytes=8 * 2**20, key=KEYS[0], chat_template=""):
-    """A client of files and jobs in folder/jobs. base: the path of what is finetuned."""
-    finetuning = Finetuning(folder / "jobs", str(base), str(chat_template), upload_bytes)
+def client_of(
+    folder, base="base", upload_bytes=8 * 2**20, key=KEYS[0], chat_template="", folders=None
+):
+    """A client of files and jobs in folder/jobs. base: the path of what is finetuned.
+
+    folders: of runs to show.
+    """
+    finetuning = Finetuning(
+        folder=folder / "jobs",
+        base=str(base),
+        chat_template=str(chat_template),
+        upload_bytes=upload_bytes,
+        worker="python -m web.worker jobs",
+    )
     finetuning.make_folders()
     service = types.SimpleNamespace(
         finetuning=finetuning,
@@ -35,7 +46,7 @@ def client_of(folder, base="base", upload_bytes=8 * 2**20, key=KEYS[0], chat_tem
         metrics=Metrics(),
         most_seconds=600,
     )
-    guard = app.build(service, KEYS, [], 100)
+    guard = app.build(service, KEYS, [], 100, folders)
     headers = {"Authorization": f"Bearer {key}"}
     return TestClient(guard, headers=headers, raise_server_exceptions=False)
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -83,11 +84,14 @@ REFUSED = [  # changes of a request, the parameter that the answer names
     ({"seed": -1}, "seed"),
     ({"metadata": {"a": 1}}, "metadata"),
     ({"integrations": [{"type": "wandb"}]}, "integrations"),
+    ({"n_epochs": 3}, "n_epochs"),
+    ({"hyperparamters": {"n_epochs": 3}}, "hyperparamters"),
     ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters"),
     ({"hyperparameters": {"batch_size": "large"}}, "hyperparameters"),
     ({"hyperparameters": {"beta": 0.1}}, "hyperparameters"),
     ({"method": {"type": "dpo", "dpo": {}}}, "method"),
     (method(dpo={"hyperparameters": {}}), "method"),
+    (method(hyperparameters={"n_epochs": 3}), "method"),
     (method(supervised={"hyperparameters": {"n_epochs": 99}}), "method"),
 ]
 
@@ -102,6 +106,129 @@ def test_what_is_refused(tmp_path):
     body["training_file"] = upload(client, lines(1))
     assert client.post(JOBS, json=body).status_code == 400
     assert os.listdir(tmp_path / "jobs/jobs") == []
+
+
+def test_jobs_are_found_by_their_metadata(tmp_path):
+    client = client_of(tmp_path)
+    job_id = created(client, metadata={"k": "v", "other": "x"})
+    created(client)
+    found = client.get(JOBS, params={"metadata[k]": "v"}).json()["data"]
+    assert [job["id"] for job in found] == [job_id]
+    for wanted in ({"metadata[k]": "w"}, {"metadata[k]": "v", "metadata[z]": "v"}):
+        assert client.get(JOBS, params=wanted).json()["data"] == []
+
+
+def test_a_job_says_that_no_worker_is_there(tmp_path):
+    client = client_of(tmp_path)
+    job_id = created(client)
+    heartbeat = tmp_path / "jobs/heartbeat"
+
+    def hint():
+        (listed,) = client.get(JOBS).json()["data"]
+        assert listed == client.get(f"{JOBS}/{job_id}").json()
+        return listed.get("hint")
+
+    assert hint() == "No worker yet: python -m web.worker jobs"
+    heartbeat.touch()
+    assert hint() is None
+    os.utime(heartbeat, (1e9, 1e9))
+    assert hint() == "No worker since 2001-09-09 01:46:40 UTC: python -m web.worker jobs"
+    client.post(f"{JOBS}/{job_id}/cancel")
+    assert hint() is None
+
+
+def run_of(job, n_steps, last) -> None:
+    """Write the run folder of a job's training, of which so many steps are done."""
+    job.run_dir.mkdir()
+    (job.run_dir / "config.json").write_text(json.dumps({"max_steps": n_steps}))
+    row = {"loss": 3.0, "lr": 0.1, "seconds": 0.05}
+    rows = [json.dumps({"step": step, **row}) for step in range(1, last + 1)]
+    rows += [json.dumps({"step": step, "val_loss": 2.0 + step}) for step in (last // 2, last)]
+    (job.run_dir / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+
+
+def test_the_end_of_a_training_that_stands_still_does_not_move(tmp_path):
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    (tmp_path / "jobs/heartbeat").touch()
+    run_of(job, 10_000, 100)
+    job.write_state(status="running")
+    written_at = time.time() - 60
+    os.utime(job.run_dir / "metrics.jsonl", (written_at, written_at))
+    found = client.get(f"{JOBS}/{job.id}").json()
+    assert found["estimated_finish"] == pytest.approx(written_at + 0.05 * 9900, abs=2)
+    assert found["progress"]["step"] == 100 and found["progress"]["total_steps"] == 10_000
+    os.utime(job.run_dir / "metrics.jsonl", (1e9, 1e9))
+    assert client.get(f"{JOBS}/{job.id}").json()["estimated_finish"] is None
+    os.utime(tmp_path / "jobs/heartbeat", (1e9, 1e9))
+    assert client.get(f"{JOBS}/{job.id}").json()["hint"].startswith("No worker since")
+
+
+def test_looking_at_a_long_training_is_cheap(tmp_path):
+    """Whatever a client reads of it takes no time that grows with its steps, but for the first."""
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    run_of(job, 20_000, 20_000)
+    job.write_state(status="running")
+    page = client.get(f"{JOBS}/{job.id}/events?limit=1000").json()
+    assert len(page["data"]) == 1 and not page["has_more"]
+    assert client.get(f"{JOBS}/{job.id}").json()["progress"]["step"] == 20_000
+    begun = time.process_time()
+    for end in ("/events", "/checkpoints", ""):
+        assert client.get(f"{JOBS}/{job.id}{end}").status_code == 200
+    assert time.process_time() - begun < 0.5
+
+
+META = {"step": 10, "seed": 1, "global_batch_size": 1, "tokenizer": "bytes", "precision": "fp32"}
+META |= {"data_fingerprint": "x", "lora_rank": 4, "init_from": "base"}  # of a checkpoint
+
+
+def test_a_job_cancelled_after_its_last_step_succeeds(tmp_path):
+    """Its model is served already."""
+    client = client_of(tmp_path)
+    early, late = (Job(tmp_path / "jobs/jobs" / created(client)) for _ in range(2))
+    for job in (early, late):
+        job.write_state(status="running")
+        set_settings(tmp_path, job.id, "import os\nos._exit(75)")
+        run_of(job, 10, 10)
+    client.post(f"{JOBS}/{early.id}/cancel")  # as its last step is being done
+    assert status(client, early.id) == "cancelled"
+    for job in (early, late):
+        folder = job.run_dir / "checkpoints/step-10"
+        folder.mkdir(parents=True)
+        (folder / ".metadata").touch()
+        (folder / "meta.json").write_text(json.dumps(META))
+    answer = client.post(f"{JOBS}/{late.id}/cancel")
+    assert answer.status_code == 400 and "ended already" in answer.text
+    assert status(client, early.id) == "running"
+    work(worker_of(tmp_path, most=2), client, early.id)
+    for job in (early, late):
+        assert status(client, job.id) == "succeeded"
+
+
+SOMEWHERE = "/home/anna/secret/base"
+PATHS = {  # a file of a job -> what is in it
+    "state.json": {"status": "failed", "error": {"message": f"the base is gone from {SOMEWHERE}"}},
+    "events.jsonl": {"created_at": 1.0, "level": "info", "message": f'File "{SOMEWHERE}", line 3'},
+    "config.json": {"max_steps": 9, "init_from": SOMEWHERE, "run_dir": "/home/anna/secret/run"},
+    "launches.jsonl": {"first_step": 0, "command": f"fsdp_train.py --init_from={SOMEWHERE}"},
+}
+
+
+@pytest.mark.parametrize("file", PATHS)
+def test_no_path_of_the_server_leaves_it(tmp_path, file):
+    client = client_of(tmp_path, folders={"jobs": tmp_path / "jobs/models"})
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    run_of(job, 9, 3)
+    folder = job.run_dir if file in ("config.json", "launches.jsonl") else job.folder
+    same = jobs.NEW_STATE if file == "state.json" else {}
+    (folder / file).write_text(json.dumps(same | PATHS[file]) + "\n")
+    run = f"/api/runs/jobs/{job.run_dir.name}"
+    paths = [f"{JOBS}/{job.id}", f"{JOBS}/{job.id}/events", f"{run}/about", f"{run}/curve"]
+    paths += [f"{run}/card", f"{run}/checkpoints/card", JOBS]
+    texts = [client.get(path).text for path in paths]
+    assert "secret" not in "".join(texts) and str(tmp_path) not in "".join(texts)
+    assert file == "launches.jsonl" or any("base" in text for text in texts)
 
 
 def test_a_key_has_few_jobs_at_a_time(tmp_path):
@@ -249,6 +376,29 @@ def test_a_job_that_cannot_be_done_fails(tiny_run, tmp_path, what):
     assert str(tmp_path / "jobs") not in said[-1]
 
 
+def test_the_time_in_which_nothing_trained_does_not_count(tmp_path):
+    """As while the machine was off. What has trained for long enough ends."""
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    set_settings(tmp_path, job.id, "import time\nprint('x', flush=True)\ntime.sleep(600)")
+    first = worker_of(tmp_path, most_hours=1)
+    first.look()
+    wait_for(lambda: job.log.exists() and job.log.read_bytes())
+    first.leave()
+    yesterday = time.time() - 86_400
+    state = json.loads((job.folder / "state.json").read_text())
+    job.write_state(running_since=yesterday)
+    os.utime(job.log, (yesterday + 1800, yesterday + 1800))
+    second = worker_of(tmp_path, most_hours=1)
+    second.look()
+    assert second.running() and job.state()["trained_seconds"] == pytest.approx(1800, abs=5)
+    second.look()
+    assert state["status"] == "queued" and status(client, job.id) == "running"
+    job.write_state(trained_seconds=3601.0)
+    work(second, client, job.id)
+    assert "took more than 1 hours" in messages(client, job.id)[-1]
+
+
 def test_no_job_is_taken_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "MOST_JOBS", 99)
     client = client_of(tmp_path)
@@ -297,13 +447,29 @@ def test_a_file_of_its_own_is_held_out(tiny_run, tmp_path):
         of_train = tmp_path / "jobs/files" / job.asked["training_file"] / "data.jsonl"
         of_train.write_bytes(lines(n_train, "t"))
         job.asked["validation_file"] = upload(client, lines(n_held_out, "v"))
-        val_every = write_lines(job, tmp_path / "data.jsonl")
+        val_every, _ = write_lines(job, tmp_path / "data.jsonl")
         rows = (tmp_path / "data.jsonl").read_text().splitlines()
         held_out = [json.loads(row)["response"] for row in rows[::val_every]]
         learned = [json.loads(row)["response"] for n, row in enumerate(rows) if n % val_every]
         assert learned == ["t"] * n_train and set(held_out) == {"v"}
         assert most / 2 <= len(held_out) <= most
         client.post(f"{JOBS}/{job_id}/cancel")
+
+
+@pytest.mark.parametrize("n_lines", [2, 3, 9, 10, 11, 12, 20, 21, 59, 250])
+def test_the_first_line_is_learned_and_those_held_out_are_named(tiny_run, tmp_path, n_lines):
+    client = client_of(tmp_path, base=tiny_run)
+    content = b"\n" + lines(n_lines)  # a blank line counts as one
+    job = Job(tmp_path / "jobs/jobs" / created(client, content=content))
+    val_every, words = write_lines(job, tmp_path / "data.jsonl")
+    rows = (tmp_path / "data.jsonl").read_bytes().splitlines()
+    given = content.splitlines()
+    numbers = [given.index(row) + 1 for row in rows[::val_every]]
+    assert sorted(rows) == sorted(given[1:]) and 2 not in numbers
+    if len(numbers) <= worker.LINES_SHOWN:
+        assert words.partition(" ")[2] == ", ".join(map(str, numbers))
+    else:
+        assert words.endswith(f", ..., {numbers[-1]}")
 
 
 # --- Real servers and workers
@@ -414,19 +580,24 @@ def test_the_story(place):
     assert made.trained_tokens > 0 and starts(job) == [0]
 
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=7))[::-1]  # pages of 7
-    metrics = [event.data for event in events if event.type == "metrics"]
-    losses = [row["valid_loss"] for row in metrics if "valid_loss" in row]
-    n_steps = metrics[-1]["total_steps"]
-    assert losses[-1] < losses[0] and metrics[-1]["step"] == n_steps
-    assert [row["step"] for row in metrics if "train_loss" in row] == list(range(1, n_steps + 1))
+    losses = [row["val_loss"] for row in runlog.read(job.run_dir) if "val_loss" in row]
+    assert losses[-1] < losses[0]
+    assert any("6 held out, lines 10, 20, 30, 40, 50, 60;" in event.message for event in events)
     assert f"{losses[0]:.4f}" in events[-1].message and f"{losses[-1]:.4f}" in events[-1].message
     assert [event.created_at for event in events] == sorted(event.created_at for event in events)
-    last, *_ = client.fine_tuning.jobs.checkpoints.list(job.id)
+    last, *others = client.fine_tuning.jobs.checkpoints.list(job.id, limit=100)
+    assert len(others) >= 9 and all(other.metrics.full_valid_loss for other in others)
+    for other in (others[0], others[-1]):
+        name = other.fine_tuned_model_checkpoint
+        early = client.completions.create(model=name, prompt="7 ", temperature=0, max_tokens=3)
+        assert early.model == name and client.models.retrieve(name)
     assert last.fine_tuned_model_checkpoint == made.fine_tuned_model
     assert last.metrics.full_valid_loss == losses[-1]
 
     cancelled, moved = place.create(LONG), place.create(LONG)
     place.wait_for_steps(cancelled, 1)
+    running = client.fine_tuning.jobs.retrieve(cancelled.id)
+    assert running.progress["step"] >= 1 and not hasattr(running, "hint")  # a worker is there
     assert place.status(moved) == "queued"
     worker.kill()  # the next one ends what this one has started
     worker.wait()
@@ -445,8 +616,10 @@ def test_the_story(place):
     wait_for(lambda: moved.state()["status"] == "cancelled")
     again.send_signal(signal.SIGTERM)
     assert again.wait(PATIENCE) == 0
-    names = {model.id for model in client.models.list()}
+    names = {model.id for model in client.models.list() if "/checkpoints/" not in model.id}
     assert names == {"run", made.fine_tuned_model}
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model=f"{names.pop()}/checkpoints/step-999999", prompt="x")
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import PATIENCE
@@ -196,6 +197,80 @@ def test_whoever_stays_is_answered_and_nothing_is_held_for_the_others(
         inside.stop()
     gc.collect()  # tasks whose errors nobody has seen say so now
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def children() -> list[str]:
+    """The processes that this one has started."""
+    return [
+        child
+        for task in Path("/proc/self/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+
+
+def test_schemas_are_built_one_at_a_time_and_end_with_their_clients(folder, tmp_path, monkeypatch):
+    """Also where the process that tries one does not come to an end by itself."""
+    inside = Inside(folder, rows=2, max_lora_rank=4, max_tokens=256)
+    others = set(children())
+
+    def n_tried() -> int:
+        return len(set(children()) - others)
+
+    endless = tmp_path / "endless"
+    endless.write_text("#!/bin/sh\nexec sleep 1000\n")
+    endless.chmod(0o755)
+
+    async def ask_and_leave() -> None:
+        body = {"model": "run", "prompt": "x", "max_tokens": 3}
+        writers = []
+        for number in range(6):
+            reader, writer = await asyncio.open_connection("127.0.0.1", inside.port)
+            writer.write(message(body | {"guided_regex": f"[ab]{{{number}}}c", "stream": True}))
+            writers.append(writer)
+        await asyncio.to_thread(wait_for, lambda: n_tried() and inside.guard.n_open == 6)
+        assert n_tried() == 1
+        assert (await answer(inside.port, body))[0] == 200
+        for writer in writers:
+            writer.close()
+        await asyncio.to_thread(wait_for, lambda: inside.guard.n_open == 0)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("serving.constraint.sys.executable", str(endless))
+            asyncio.run(ask_and_leave())
+        wait_for(lambda: n_tried() == 0)
+        body = {"model": "run", "prompt": "x", "max_tokens": 3, "guided_regex": "ab"}
+        assert asyncio.run(answer(inside.port, body))[0] == 200
+    finally:
+        inside.stop()
+
+
+def test_schemas_that_take_minutes_hold_up_neither_others_nor_the_end(folder):
+    served = Served(folder, "--drain_seconds=3")
+    plain = {"model": "run", "prompt": "x", "max_tokens": 3}
+    clients = []
+    for number in range(6):
+        schema = {"patternProperties": {f"^k{i:03}": {} for i in range(1000)}, "title": str(number)}
+        clients.append(socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE))
+        clients[-1].sendall(message(plain | {"guided_json": schema}))
+    assert served.post("/v1/completions", plain, key=None)[0] == 200
+    begin = time.monotonic()
+    assert served.stop() == 0
+    assert time.monotonic() - begin < PATIENCE / 2
+    assert clients[0].recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 503"))
+    for client in clients:
+        client.close()
+    assert "Traceback" not in served.said(), served.said()
+
+
+def test_an_idle_connection_stays_open_longer_than_a_head_may_take(one_row, monkeypatch):
+    monkeypatch.setattr("web.server.HEAD_SECONDS", 0.05)
+    with socket.create_connection(("127.0.0.1", one_row.port), timeout=PATIENCE) as client:
+        for _ in range(2):
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(10_000).startswith(b"HTTP/1.1 200")
+            time.sleep(0.3)
+    assert one_row.server.config.timeout_keep_alive == 75
 
 
 # --- Slow clients, long answers

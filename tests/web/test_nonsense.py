@@ -33,11 +33,13 @@ POSTS = {
         ASK | {"model": "anna", "prompt": ["a", "b"], "stream": True, "guided_regex": "[a-f]{2}"},
         ASK | {"prompt": [1, 2, 3], "guided_json": SCHEMA, "max_tokens": 30},
         ASK | {"prompt": [[1, 2], [3]], "stream": True, "stream_options": {"include_usage": True}},
+        ASK | {"stream": True, "user": "x", "store": False, "frequency_penalty": 0},
     ],
     "/v1/chat/completions": [
         CHAT | SETTINGS | {"logprobs": True, "top_logprobs": 2},
         CHAT | {"stream": True, "response_format": FORM, "max_completion_tokens": 30},
         CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+        CHAT | {"stream": True, "user": "x", "metadata": {}, "tools": []},
     ],
     "/v1/load_lora_adapter": [{"lora_name": "carl", "lora_path": "anna"}],
     "/v1/unload_lora_adapter": [{"lora_name": "carl"}],

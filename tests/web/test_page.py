@@ -77,9 +77,9 @@ def test_the_page_needs_no_key_and_what_it_shows_does(port):
     policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
     assert policy["default-src"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-    for path in ("/api/about", "/api/runs", "/api/plan/choices", "/v1/models"):
+    for path in ("/api/about", "/api/runs", "/v1/models"):
         assert get(port, path)[0] == 401
-    nothing = {"model": None, "jobs": False, "runs": False, "chat": False}
+    nothing = {"model": None, "jobs": False, "worker": None, "runs": False, "chat": False}
     assert json.loads(get(port, "/api/about", KEY)[2]) == nothing
 
 
@@ -243,7 +243,7 @@ def test_names_that_every_object_has_break_no_view(browser, tmp_path):
 @pytest.mark.slow
 def test_the_keyboard_is_enough_and_a_new_step_appears_by_itself(browser, runs):
     with viewer({"": runs}) as port:
-        page = Visit(browser, port).open("planner")
+        page = Visit(browser, port).open("evaluation")
         page.get_by_role("link", name="Runs").focus()
         page.keyboard.press("Enter")
         page.get_by_label("Choose team/second").focus()
@@ -257,7 +257,72 @@ def test_the_keyboard_is_enough_and_a_new_step_appears_by_itself(browser, runs):
         row = json.loads((runs / "team/second/metrics.jsonl").read_text().splitlines()[-1])
         with (runs / "team/second/metrics.jsonl").open("a") as file:
             file.write(json.dumps({**row, "step": 301, "loss": 1.2345}) + "\n")
-        page.get_by_text("at step 301").wait_for()
+        page.get_by_text("1.235 at step 301").wait_for()
+
+
+@pytest.mark.slow
+def test_the_legend_has_the_value_of_the_last_step(browser, tmp_path):
+    """Not the mean of the steps that share the last point of the curve."""
+    write_run(tmp_path / "long", 5000, 0)
+    path = tmp_path / "long/metrics.jsonl"
+    row = json.loads(path.read_text().splitlines()[-1])
+    with path.open("a") as file:
+        file.write(json.dumps({**row, "step": 5001, "loss": 9.5}) + "\n")
+    with viewer({"": tmp_path}) as port:
+        page = Visit(browser, port).open("runs?run=long")
+        page.get_by_text("9.5 at step 5,001").wait_for()
+        assert page.locator("#run-table td.loss").inner_text() == "9.5"
+
+
+@pytest.mark.slow
+def test_jobs_without_a_worker(browser, tiny_run, tmp_path):
+    """A double click starts one job, all jobs are shown, and the page says how to start a worker.
+
+    A schema that was typed before is not sent by Try it; a wrong number is not hidden.
+    """
+    shutil.copytree(tiny_run, tmp_path / "run")
+    server = Served(tmp_path, "--jobs=my jobs", "--rows=4")
+    try:
+        visit = Visit(browser, server.port)
+        page = visit.open("jobs")
+        choose_file(page, lines(20))
+        page.get_by_text("pairs.jsonl is uploaded").wait_for()
+        page.get_by_role("button", name="Start the job").dblclick()
+        page.get_by_text("No worker yet: python -m web.worker 'my jobs'").wait_for()
+        page.get_by_role("button", name="Start the job").and_(page.locator(":enabled")).wait_for()
+        folder = tmp_path / "my jobs/jobs"
+        (made,) = folder.iterdir()
+        for number in range(250):  # jobs of before, all of which have ended
+            name = f"ftjob-{number:024x}"
+            shutil.copytree(made, folder / name)
+            (folder / name / "state.json").write_text(ENDED)
+        page.reload()
+        page.locator("#job-list > li").nth(250).wait_for()
+        (folder / made.name / "state.json").write_text(ENDED)
+        page.locator("#job-list > li").first.get_by_role("button", name="Try it").wait_for()
+
+        visit.open("playground").locator("#model-a option").first.wait_for(state="attached")
+        page.get_by_text("JSON schema").click()
+        page.get_by_label("the answer conforms").fill(json.dumps(SCHEMA))
+        visit.open("playground?model=run&beside=&kind=text").get_by_label("Prompt").last.fill("x")
+        page.locator("#structure:not([open])").wait_for()
+        with page.expect_request("**/v1/completions") as asked:
+            page.get_by_role("button", name="Generate").click()
+        assert "response_format" not in asked.value.post_data_json
+        page.get_by_text("Done.").wait_for()
+
+        page.get_by_label("Temperature").fill("5")
+        page.locator("#sampling summary").click()
+        page.get_by_role("button", name="Generate").click()
+        page.locator("#temperature:focus").wait_for()  # with the browser's message
+        assert page.locator(".answer").count() == 1
+        assert visit.errors() == []
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+ENDED = '{"status": "succeeded", "deaths": 0, "restarts": 0, "finished_at": 1}'
 
 
 # --- The whole story
@@ -318,11 +383,12 @@ def test_the_whole_story(browser, place, tmp_path):
     second.get_by_role("button", name="Cancel").click()
     second.get_by_text("cancelled", exact=True).wait_for()
     first.get_by_text("finished", exact=True).wait_for()
+    first.get_by_text("held out, lines 10, 20, 30").wait_for()
     first.get_by_role("button", name="Try it").click()
 
     page.get_by_label("Prompt", exact=True).last.fill(f"{HOSTILE} it's")
     page.get_by_text("JSON schema").click()
-    page.get_by_label("The answer conforms").fill(json.dumps(SCHEMA))
+    page.get_by_label("the answer conforms").fill(json.dumps(SCHEMA))
     page.locator("#model-b option", has_text="run").last.wait_for(state="attached")
     made = page.locator("#model-a").input_value()
     assert "first" in made and page.locator("#model-b").input_value() == "run"
@@ -361,7 +427,6 @@ SEEN = {  # view: what is there as soon as it has loaded
     "runs": "#run-chart polyline",
     "evaluation": "#evaluation-status",
     "jobs": "#job-list li",
-    "planner": "#plan-model option",
 }
 
 

@@ -18,6 +18,7 @@ from serving.adapters import write_random
 from weights import load
 
 openai = pytest.importorskip("openai")
+safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("fastapi")
 
 pytestmark = pytest.mark.slow
@@ -163,7 +164,87 @@ def test_where_tokens_begin_in_a_text_of_wide_characters(served):
     _, whole = served.post("/v1/completions", body)
     choice = whole["choices"][0]
     assert len(choice["text"]) == 4 and choice["finish_reason"] == "stop"
-    assert choice["logprobs"]["text_offset"] == [place for place in range(4) for _ in range(3)]
+    begins = [place for place in range(4) for _ in range(3)]
+    assert choice["logprobs"]["text_offset"] == [*begins, 4]  # the last one is end-of-text
+
+
+@pytest.mark.parametrize(
+    "more, tokens",
+    [
+        ({"guided_regex": "ab"}, ["a", "b", ""]),  # end-of-text shows nothing
+        ({"guided_regex": "é", "max_tokens": 1}, ["bytes:\\xc3"]),  # half of a character
+        ({"guided_regex": "aé"}, ["a", "bytes:\\xc3", "bytes:\\xa9", ""]),
+        ({"guided_regex": "ab", "echo": True}, ["x", "a", "b", ""]),
+        ({"guided_regex": "é", "max_tokens": 1, "echo": True}, ["x", "bytes:\\xc3"]),
+        ({"max_tokens": 0, "echo": True}, ["x"]),
+    ],
+)
+def test_every_token_that_counts_has_its_log_probability(served, more, tokens):
+    _, answer = served.post("/v1/completions", ASK | {"logprobs": 1, "max_tokens": 9} | more)
+    found = answer["choices"][0]["logprobs"]
+    assert found["tokens"] == tokens
+    assert {len(values) for values in found.values()} == {len(tokens)}
+    n_new = len(tokens) - bool(more.get("echo"))
+    assert answer["usage"]["completion_tokens"] == n_new
+    assert answer["choices"][0]["finish_reason"] == ("stop" if tokens[-1] == "" else "length")
+
+
+def test_the_harness_reads_the_whole_continuation_whatever_comes_next(served, folder):
+    """lm-evaluation-harness takes all entries from the context's length to before the last one."""
+    model, tokenizer, _ = load.load_for_sampling(str(folder / "run"), None, "cpu", in_fp32=True)
+    for regex in ("a", "é"):
+        context, continuation = tokenizer.encode("the river").tolist(), [ord("s")]
+        ids = context + continuation
+        asked = dict(prompt=[ids], max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234)
+        _, answer = served.post("/v1/completions", ASK | asked | {"guided_regex": regex})
+        found = answer["choices"][0]["logprobs"]
+        with torch.inference_mode():
+            log_p = model.eval()(torch.tensor([ids]))[0, :, : tokenizer.vocab_size].log_softmax(-1)
+        score = sum(found["token_logprobs"][len(context) : -1])
+        assert score == pytest.approx(log_p[-2, ord("s")].item(), abs=1e-4)
+        (likeliest,) = [max(top.values()) for top in found["top_logprobs"][len(context) : -1]]
+        assert likeliest == pytest.approx(log_p[-2].max().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_has_the_log_probabilities_of_the_whole_answer(served, path):
+    """With a stop string, too, none of a token that was cut off."""
+    ask, logprobs = (ASK, 2) if path == "/v1/completions" else (CHAT, True)
+    for seed in range(12):
+        asked = ask | {"max_tokens": 30, "seed": seed, "logprobs": logprobs, "temperature": 1.5}
+        text = text_of(served.post(path, asked)[1]["choices"][0])
+        asked["stop"] = [text[7:9] or "zz", "\u4e2d"]
+        _, whole = served.post(path, asked)
+        choice = whole["choices"][0]
+        content = served.request("POST", path, asked | {"stream": True})[2]
+        frames = [json.loads(line[6:]) for line in content.split("\n\n")[:-2]]
+        parts = [frame["choices"][0] for frame in frames]
+        assert "".join(map(text_of, parts)) == text_of(choice)
+        tokens = [token for part in parts for token in tokens_of(part)]
+        assert tokens == tokens_of(choice)
+        assert len(tokens) == whole["usage"]["completion_tokens"]
+
+
+def text_of(choice) -> str:
+    """What a choice or a chunk shows."""
+    return choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
+
+
+def tokens_of(choice) -> list:
+    """The entries of a choice's log-probabilities."""
+    logprobs = choice["logprobs"] or {}
+    if "content" in logprobs:
+        return logprobs["content"]
+    return [*zip(*logprobs.values(), strict=True)]
+
+
+def test_the_drawn_token_is_among_the_likeliest(served):
+    body = ASK | {"max_tokens": 60, "temperature": 2.0, "logprobs": 2}
+    logprobs = served.post("/v1/completions", body)[1]["choices"][0]["logprobs"]
+    for token, value, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == value and 2 <= len(top) <= 3
 
 
 def test_half_of_a_character_in_a_prompt_is_echoed_as_it_was_read(served):
@@ -171,7 +252,7 @@ def test_half_of_a_character_in_a_prompt_is_echoed_as_it_was_read(served):
     assert status == 200 and body["choices"][0]["text"].startswith("a\ufffdb")
 
 
-def test_json_that_a_schema_describes(client):
+def test_json_that_a_schema_describes(client, served):
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer"}, "ok": {"type": "boolean"}},
@@ -193,6 +274,11 @@ def test_json_that_a_schema_describes(client):
         model="run", prompt="x", max_tokens=9, extra_body={"guided_regex": "[0-9]{3}"}
     )
     assert re.fullmatch("[0-9]{3}", digits.choices[0].text)
+    form = {"type": "json_object", "schema": {"const": {"a": 1}}}
+    _, answer = served.post(
+        "/v1/chat/completions", CHAT | {"response_format": form, "max_tokens": 40}
+    )
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1}
     assert digits.choices[0].finish_reason == "stop"
 
 
@@ -235,12 +321,16 @@ def test_counters_agree_with_the_answers(served):
         ({"model": None}, 400, "model"),
         ({"max_tokens": 5000}, 400, "more than 256"),
         ({"max_tokens": "4"}, 400, "max_tokens"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens 0 scores a prompt"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
         ({"prompt": "x" * 300}, 400, "are more than 256"),
         ({"prompt": "x" * 10**6}, 400, "does not fit"),
         ({"prompt": [1, 2, 320]}, 400, "ids are from 0"),
         ({"prompt": ["x"] * 20_000}, 400, "send several requests"),
         ({"prompt": []}, 400, "empty list"),
+        ({"prompt": [5, "a"]}, 400, "prompt.1: Input should be a valid integer (got 'a')"),
+        ({"prompt": ["a", 5]}, 400, "prompt.1: Input should be a valid string (got 5)"),
+        ({"prompt": [[5], "a"]}, 400, "prompt.1: Input should be a valid list (got 'a')"),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": float("nan")}, 400, "temperature"),
         ({"n": 10**6}, 400, "n: "),
@@ -255,7 +345,14 @@ def test_counters_agree_with_the_answers(served):
         ({"stream_options": {"include_usage": True}}, 400, "needs stream"),
         ({"guided_json": {"not": {"type": "string"}}}, 400, "not"),
         ({"guided_regex": "("}, 400, ""),
+        (
+            {"guided_json": {"patternProperties": {f"^k{i:03}": {} for i in range(600)}}},
+            400,
+            "0.5 s",
+        ),
         ({"response_format": {"type": "xml"}}, 400, "expected text, json_object"),
+        ({"response_format": {"type": "text", "schema": {}}}, 400, "response_format.schema"),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, 400, "response_format.schema"),
     ],
 )
 def test_a_completion_that_cannot_be_is_refused(served, change, status, words):
@@ -264,6 +361,61 @@ def test_a_completion_that_cannot_be_is_refused(served, change, status, words):
     assert got == status and words in error["message"], error
     assert set(error) == {"message", "type", "param", "code"}
     assert "\n" not in error["message"] and len(error["message"]) < 400
+
+
+CHANGES = {
+    **{"guided_choice": ["a"], "guided_grammar": "x", "structured_outputs": {"choice": ["a"]}},
+    **{"min_p": 0.9, "repetition_penalty": 5.0, "presence_penalty": 1, "frequency_penalty": -1},
+    **{"min_tokens": 8, "ignore_eos": True, "stop_token_ids": [5], "bad_words": ["a"]},
+    **{"allowed_token_ids": [3], "include_stop_str_in_output": True, "skip_special_tokens": False},
+    **{"truncate_prompt_tokens": 1, "use_beam_search": True, "best_of": 3, "logit_bias": {"5": 1}},
+    **{"tools": [{}], "functions": [{}], "tool_choice": "required", "function_call": "auto"},
+    **{"add_generation_prompt": False, "continue_final_message": True, "chat_template": "X"},
+    **{"reasoning_effort": "high", "verbosity": "low", "suffix": "x", "no_such_field": 0},
+}
+# As OpenAI's client, LangChain, Open WebUI, lm-evaluation-harness and vLLM's users send them.
+NEUTRAL = {
+    **{"n": 1, "top_p": 1, "top_k": -1, "presence_penalty": 0, "frequency_penalty": 0.0},
+    **{"logit_bias": {}, "best_of": 1, "tools": [], "tool_choice": "auto", "stop": None},
+    **{"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+    **{"min_p": 0, "repetition_penalty": 1.0, "ignore_eos": False, "skip_special_tokens": True},
+    **{"parallel_tool_calls": True, "guided_choice": None, "no_such_field": None},
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_field_that_would_change_a_text_is_refused_by_name(served, path):
+    ask = ASK if path == "/v1/completions" else CHAT
+    for name, value in CHANGES.items():
+        status, body = served.post(path, ask | {name: value})
+        assert status == 400 and body["error"]["param"] == name, (name, body)
+        assert f"{name}: this is not supported" in body["error"]["message"]
+    status, body = served.post(path, ask | NEUTRAL)
+    assert status == 200, body
+    options = {"include_usage": None, "include_obfuscation": False, "continuous_usage_stats": True}
+    status, body = served.post(path, ask | {"stream": True, "stream_options": options})
+    assert status == 400 and "continuous_usage_stats" in body["error"]["message"]
+    options["continuous_usage_stats"] = False
+    assert served.request("POST", path, ask | {"stream": True, "stream_options": options})[0] == 200
+
+
+def test_messages_as_the_client_gives_them_back(client, served):
+    """An answer of OpenAI's client becomes a message with all of its fields, most of them null."""
+    messages = [{"role": "user", "content": "hello", "name": "anna"}]
+    asked = dict(model="run", max_tokens=3)
+    first = client.chat.completions.create(messages=messages, **asked).choices[0].message
+    messages += [first.model_dump(), {"role": "user", "content": "more"}]
+    assert client.chat.completions.create(messages=messages, **asked).choices[0].message.content
+    status, body = served.post("/v1/chat/completions", CHAT | {"top_logprobs": 3})
+    assert status == 400 and "top_logprobs needs logprobs" in body["error"]["message"]
+
+
+def test_top_p_of_0_takes_the_likeliest_token(served):
+    texts = [
+        served.post("/v1/completions", ASK | {"max_tokens": 20, "seed": 5, **how})[1]["choices"]
+        for how in ({"top_p": 0}, {"temperature": 0})
+    ]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +430,19 @@ def test_a_completion_that_cannot_be_is_refused(served, change, status, words):
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
             "expected user",
         ),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages.0.content.0.type: Input should be 'text' (got 'image_url')",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}],
+            "messages.0.content.0.image_url: this is not supported",
+        ),
+        (
+            [{"role": "user", "content": "x", "tool_calls": [{"id": "a"}]}],
+            "tool_calls: this is not",
+        ),
+        ([{"role": "user", "content": "x", "function_call": {}}], "function_call: this is not"),
     ],
 )
 def test_a_conversation_in_disorder_is_refused(served, messages, words):
@@ -363,6 +527,24 @@ def test_adapters_come_and_go(served, folder):
     for path in ("../run", "/etc", "adapters/../../run", "a\0b", "x" * 3000, "\ud800"):
         status, body = served.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
         assert status == 400, body
+
+
+def test_a_model_without_probabilities_is_no_fault_of_the_request(served, folder):
+    """The log says why, with a fix that fits the server's precision; another text goes on."""
+    cfg = load.settings_of(checkpoint.find(str(folder / "run")))
+    settings = TrainConfig(init_from="any", lora_rank=2, lora_alpha=8.0)
+    write_random(folder / "adapters" / "huge", cfg, settings, seed=9)
+    file = folder / "adapters" / "huge" / "adapter_model.safetensors"
+    tensors = {name: tensor * 1e30 for name, tensor in safetensors.load_file(file).items()}
+    safetensors.save_file(tensors, file)
+    asked = {"lora_name": "huge", "lora_path": str(folder / "adapters" / "huge")}
+    status, _, text = served.request("POST", "/v1/load_lora_adapter", asked)
+    assert status == 200, text
+    status, body = served.post("/v1/completions", {**ASK, "model": "huge"})
+    assert status == 500 and body["error"]["type"] == "api_error"
+    wait_for(lambda: "the logits are not finite: train again" in served.said())
+    served.request("POST", "/v1/unload_lora_adapter", {"lora_name": "huge"})
+    assert served.post("/v1/completions", ASK)[0] == 200
 
 
 def test_too_many_texts_are_sent_away(served):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -56,7 +57,7 @@ WRONG = [  # lines, numbers of those that are wrong
     (["{"] * 150, list(range(1, 101))),
     ([], [1]),
     (["", "  "], [1]),
-    ([GOOD.encode("utf-16")], [1]),
+    ([GOOD.encode("utf-16-le")], [1]),
 ]
 
 
@@ -70,6 +71,42 @@ def test_each_wrong_line_is_named(client, tmp_path, rows, wrong):
     assert all(fault["reason"] and len(fault["reason"]) <= 200 for fault in error["lines"])
     assert f"line {wrong[0]}" in error["message"] and str(tmp_path) not in answer.text
     assert os.listdir(tmp_path / "jobs/files") == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+@pytest.mark.parametrize("n", [3, 9000])
+def test_a_file_with_the_mark_of_its_encoding_is_read(client, encoding, n):
+    """As PowerShell writes it; checked here, and by a process of its own."""
+    text = (json.dumps({"prompt": "München? ", "response": "ja"}, ensure_ascii=False) + "\n") * n
+    file_id = upload(client, text.encode(encoding))
+    answer = client.get(f"/v1/files/{file_id}/content")
+    assert answer.content.decode("utf-8-sig") == text
+    cut_off = text[:500].encode("utf-16") + b"\x00\xd8"
+    assert sent(client, cut_off).status_code == 400
+
+
+def test_a_large_file_is_checked_by_another_process(client, tmp_path):
+    rows = lines(9000).splitlines()
+    rows[4321] = b"{"
+    answer = sent(client, b"\n".join(rows))
+    assert [fault["line"] for fault in answer.json()["error"]["lines"]] == [4322]
+    assert str(tmp_path) not in answer.text
+
+
+def test_head_range_and_a_folder_that_is_gone(client, tmp_path):
+    file_id = upload(client, lines(3))
+    for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", "/v1/files", "/"):
+        assert client.head(path).status_code == 200
+    assert client.head("/v1/completions").status_code == 405
+    answer = client.get(f"/v1/files/{file_id}/content", headers={"Range": "bytes=5-2"})
+    assert answer.status_code == 200 and answer.content == lines(3)
+    for name in ("files", "jobs"):
+        shutil.rmtree(tmp_path / "jobs" / name)
+    assert client.get("/v1/files").json()["data"] == []
+    assert client.get("/v1/fine_tuning/jobs").json()["data"] == []
+    upload(client, lines(3))
+    body = {"model": "base", "training_file": upload(client, lines(20))}
+    assert client.post("/v1/fine_tuning/jobs", json=body).status_code == 200
 
 
 def test_lines_are_checked_with_the_template_that_is_served(tmp_path):

@@ -1,24 +1,22 @@
 // Finetuning jobs: upload examples, start a job, watch it, stop it, try what it has made.
 
-import { Failure, Poll, call, getJSON, post } from "./api.js";
+import { Failure, Poll, call, getJSON, post, quoted } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, el, fillSelect, say, table } from "./dom.js";
 import { ago, duration, number, size, whole } from "./format.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 const LONGEST_LINE = 160; // characters that are shown of a wrong line
-const PATIENCE = 15; // seconds after which a job that waits says how to start a worker
+const PAUSE = 1000; // milliseconds in which a second click starts no second job
 
 const jobs = new Map(); // id -> {job, node, ...}: see `newJob`
 const fileNames = new Map(); // the id of a file -> its name, or the id if it is deleted
 const poll = new Poll(1000, load);
 
-export function start() {
+export function start({ worker }) {
+  say(byId("worker"), worker);
   byId("upload").onchange = upload;
-  byId("new-job").onsubmit = (event) => {
-    event.preventDefault();
-    create();
-  };
+  byId("new-job").onsubmit = create;
   loadChoices();
 }
 
@@ -81,18 +79,18 @@ async function loadChoices() {
 }
 
 async function loadFiles() {
-  const { data } = await getJSON("/v1/files?purpose=fine-tune&limit=100");
+  const { data } = await getJSON("/v1/files?purpose=fine-tune"); // all of them
   for (const { id, filename } of data) fileNames.set(id, filename);
   return data;
 }
 
 // --- Jobs
 
-async function create() {
+async function create(event) {
+  event.preventDefault();
   const hyperparameters = {};
-  if (byId("epochs").value) hyperparameters.n_epochs = Number(byId("epochs").value);
-  if (byId("multiplier").value) {
-    hyperparameters.learning_rate_multiplier = Number(byId("multiplier").value);
+  for (const [id, name] of [["epochs", "n_epochs"], ["multiplier", "learning_rate_multiplier"]]) {
+    if (byId(id).value) hyperparameters[name] = Number(byId(id).value);
   }
   const body = {
     training_file: byId("training-file").value,
@@ -101,6 +99,9 @@ async function create() {
   };
   const suffix = byId("suffix").value.trim();
   if (suffix) Object.assign(body, { suffix, metadata: { suffix } }); // a job shows its metadata
+  const button = byId("start-job");
+  button.disabled = true;
+  setTimeout(() => { button.disabled = false; }, PAUSE);
   try {
     await post("/v1/fine_tuning/jobs", body);
     tell(byId("job-problem"), "The job is in the list.");
@@ -112,7 +113,13 @@ async function create() {
 }
 
 async function load() {
-  const { data } = await getJSON("/v1/fine_tuning/jobs?limit=50");
+  const data = [];
+  let page = {};
+  do { // newest first
+    const after = page.last_id ? `&after=${page.last_id}` : "";
+    page = await getJSON(`/v1/fine_tuning/jobs?limit=100${after}`);
+    data.push(...page.data);
+  } while (page.has_more && !areOver(page.last_id));
   byId("no-job").hidden = data.length > 0;
   await nameFiles(data.map((job) => job.training_file));
   for (const job of [...data].reverse()) {
@@ -121,8 +128,12 @@ async function load() {
     fillJob(one);
   }
   const open = [...jobs.values()].filter(({ node, isRead }) => node.open && !isRead);
-  await Promise.all(open.map(loadEvents));
+  await Promise.all(open.map(loadHistory));
 }
+
+// Are the jobs before this one here, and over? Ids sort by time.
+const areOver = (id) => jobs.size > 0
+  && [...jobs.values()].every(({ job }) => job.id >= id || ENDED.includes(job.status));
 
 // Learn the names of files that somebody else has uploaded.
 async function nameFiles(ids) {
@@ -134,7 +145,7 @@ async function nameFiles(ids) {
 
 // A job's place on the page. The newest and those that run are open, and only these ask for events.
 function newJob(job) {
-  const one = { job, events: new Map(), isRead: false, chart: null, far: "" };
+  const one = { job, isRead: false, chart: null, loss: "", best: null };
   one.state = el("span", { class: "state" });
   one.time = el("span", { class: "hint" });
   one.progress = el("progress", { "aria-label": `Progress of ${job.id}`, max: 1, value: 0 });
@@ -144,6 +155,7 @@ function newJob(job) {
   one.cancel = el("button", { type: "button", onclick: () => cancel(one) }, "Cancel");
   const primary = { type: "button", class: "primary", onclick: () => tryIt(one) };
   one.tryIt = el("button", primary, "Try it");
+  one.tryBest = el("button", { type: "button", hidden: true, onclick: () => tryIt(one, one.best) });
   one.plot = el("div", { class: "chart low" });
   one.rings = el("p", { class: "hint" }, "Rings: loss on the examples that are held out.");
   one.log = el("ol", { class: "events" });
@@ -161,7 +173,7 @@ function newJob(job) {
     one.rings,
     el("div", region, one.log),
   );
-  const buttons = el("div", { class: "buttons" }, one.tryIt, one.cancel);
+  const buttons = el("div", { class: "buttons" }, one.tryIt, one.tryBest, one.cancel);
   byId("job-list").prepend(el("li", {}, one.node, buttons));
   jobs.set(job.id, one);
   return one;
@@ -175,12 +187,12 @@ function fillJob(one) {
   say(one.state, WORDS[job.status] ?? job.status);
   one.state.dataset.state = job.status;
   say(one.time, timeOf(one));
-  const isStuck = job.status === "queued" && waited(job) > PATIENCE;
-  say(one.advice, isStuck ? "No worker has taken it yet: python -m web.worker jobs" : "");
+  say(one.advice, job.hint ?? "");
   say(one.problem, job.error?.message ?? "");
   one.cancel.hidden = isOver;
   one.tryIt.hidden = job.status !== "succeeded";
   one.progress.hidden = isOver;
+  if (job.progress) one.progress.value = job.progress.step / job.progress.total_steps;
   const { n_epochs: epochs, learning_rate_multiplier: times } = job.hyperparameters ?? {};
   const facts = [job.id, `from ${job.model}`, `on ${file}`];
   if (epochs > 0) facts.push(`epochs: ${epochs}`); // not "auto"
@@ -190,12 +202,14 @@ function fillJob(one) {
 }
 
 // When it ended, how far it is, or for how long it has waited.
-function timeOf({ job, far }) {
+function timeOf({ job, loss }) {
   if (ENDED.includes(job.status)) return ago(job.finished_at);
-  return job.status === "running" ? far : `for ${duration(waited(job))}`;
+  const seconds = Date.now() / 1000;
+  if (job.status !== "running") return `for ${duration(Math.max(0, seconds - job.created_at))}`;
+  const { step, total_steps: steps } = job.progress ?? {};
+  const left = job.estimated_finish && `${duration(job.estimated_finish - seconds)} left`;
+  return [steps && `step ${whole(step)} of ${whole(steps)}`, loss, left].filter(Boolean).join(", ");
 }
-
-const waited = (job) => Math.max(0, Date.now() / 1000 - job.created_at);
 
 const WORDS = {
   validating_files: "checking the files",
@@ -219,8 +233,8 @@ async function cancel(one) {
 }
 
 // The new model in the playground, beside the one that it was made from.
-async function tryIt({ job }) {
-  const names = { model: job.fine_tuned_model, beside: job.model };
+async function tryIt({ job }, model = job.fine_tuned_model) {
+  const names = { model, beside: job.model };
   const kind = await kindOf(job.training_file);
   location.hash = `#playground?${new URLSearchParams({ ...names, kind })}`;
 }
@@ -239,26 +253,18 @@ async function kindOf(fileId) {
   }
 }
 
-// --- Events
+// --- Events, the curve of the losses, the best checkpoint
 
-async function loadEvents(one) {
-  const isLast = ENDED.includes(one.job.status); // then no event comes after these
-  const path = `/v1/fine_tuning/jobs/${encodeURIComponent(one.job.id)}/events?limit=1000`;
-  const fresh = [];
-  let after = "";
-  for (;;) { // newest first
-    const page = await getJSON(path + after);
-    const unknown = page.data.filter(({ id }) => !one.events.has(id));
-    fresh.push(...unknown);
-    if (!page.has_more || !unknown.length) break;
-    after = `&after=${encodeURIComponent(page.data.at(-1).id)}`;
-  }
-  for (const event of fresh.reverse()) {
-    one.events.set(event.id, event);
-    if (event.type !== "metrics") one.log.prepend(lineOf(event));
-  }
-  one.isRead = isLast;
-  if (fresh.length) showMetrics(one);
+async function loadHistory(one) {
+  const { id, status, run } = one.job;
+  const path = `/v1/fine_tuning/jobs/${encodeURIComponent(id)}`;
+  const { data } = await getJSON(`${path}/events?limit=1000`); // newest first
+  const shown = data.map(lineOf);
+  if (one.log.children.length !== shown.length) one.log.replaceChildren(...shown);
+  one.plot.hidden = one.rings.hidden = !run;
+  if (run) await showCurve(one, run);
+  if (status === "succeeded") findBest(one, (await getJSON(`${path}/checkpoints?limit=1000`)).data);
+  one.isRead = ENDED.includes(status); // then no event comes after these
 }
 
 function lineOf({ created_at: at, level, message }) {
@@ -266,31 +272,20 @@ function lineOf({ created_at: at, level, message }) {
   return el("li", { class: level }, el("time", {}, time), ` ${message}`);
 }
 
-// The curve of the losses, and how far it is.
-function showMetrics(one) {
-  const metrics = [...one.events.values()].filter(({ type }) => type === "metrics");
-  const data = metrics.map((event) => event.data).filter(Boolean).sort((a, b) => a.step - b.step);
-  one.plot.hidden = one.rings.hidden = !data.length;
-  if (!data.length) return;
+async function showCurve(one, run) {
+  const curve = await getJSON(`/api/runs/${quoted(run)}/curve?points=400`);
   one.chart ??= new Chart(one.plot, `Loss of ${one.job.id}`);
-  const pairs = (name) => data.filter((row) => Number.isFinite(row[name]));
-  const train = pairs("train_loss");
-  const valid = pairs("valid_loss");
-  const mean = train.map((row) => row.train_loss);
-  one.chart.show([{
-    name: "loss",
-    color: 0,
-    x: train.map(({ step }) => step),
-    low: mean,
-    mean,
-    high: mean,
-    val: { x: valid.map(({ step }) => step), y: valid.map((row) => row.valid_loss) },
-    restarts: [],
-  }]);
-  const last = data.at(-1);
-  if (last.total_steps) one.progress.value = last.step / last.total_steps;
-  const done = last.total_steps ? `step ${whole(last.step)} of ${whole(last.total_steps)}` : "";
-  const loss = train.length ? `loss ${number(mean.at(-1))}` : "";
-  one.far = [done, loss].filter(Boolean).join(", ");
+  one.chart.show([{ name: "loss", color: 0, ...curve }]);
+  one.loss = curve.value === null ? "" : `loss ${number(curve.value)}`;
   say(one.time, timeOf(one));
+}
+
+// Offer the checkpoint with the lowest loss on held-out examples, if it is not the last one.
+function findBest(one, checkpoints) {
+  const lossOf = ({ metrics }) => metrics.valid_loss ?? Infinity;
+  const [best] = [...checkpoints].sort((a, b) => lossOf(a) - lossOf(b));
+  one.tryBest.hidden = !best || best === checkpoints[0] || lossOf(best) === Infinity;
+  if (one.tryBest.hidden) return;
+  one.best = best.fine_tuned_model_checkpoint;
+  say(one.tryBest, `Try step ${best.step_number}, lowest held-out loss: ${number(lossOf(best))}`);
 }

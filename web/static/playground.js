@@ -1,6 +1,6 @@
 // One prompt or conversation for one model, or for two side by side. Answers stream.
 
-import { Poll, getJSON, hasKey, stream } from "./api.js";
+import { Poll, getJSON, hasKey, quoted, stream } from "./api.js";
 import { byId, el, fillSelect, say } from "./dom.js";
 import { number, plural, whole } from "./format.js";
 
@@ -43,7 +43,10 @@ export function start(about) {
 }
 
 export function show(parameters) {
-  if (parameters.has("kind")) setKind(parameters.get("kind"));
+  if (parameters.has("kind")) {
+    setKind(parameters.get("kind"));
+    byId("structure").open = false; // so no schema of before is sent
+  }
   for (const [id, name] of [["model-a", "model"], ["model-b", "beside"]]) {
     if (parameters.has(name)) wanted[id] = parameters.get(name);
   }
@@ -66,6 +69,8 @@ async function loadModels() {
     fillBeside();
   }
   const missing = Object.values(wanted)[0];
+  // A checkpoint is in the list once it was asked for.
+  if (missing?.includes("/")) await getJSON(`/v1/models/${quoted(missing)}`).catch(() => null);
   if (missing) say(byId("ask-status"), `The server does not have the model ${missing} yet.`);
   else if (byId("ask-status").textContent.endsWith(" yet.")) say(byId("ask-status"), "");
 }
@@ -102,9 +107,9 @@ function clear() {
   say(byId("ask-status"), "");
 }
 
-// The schema as an object; null for none. undefined, and a problem on the page, for no JSON.
+// The schema as an object; null for none, or if its section is closed; undefined if it is wrong.
 function schemaOf() {
-  const text = byId("schema").value.trim();
+  const text = byId("structure").open ? byId("schema").value.trim() : "";
   const problem = byId("schema-problem");
   let schema = null;
   let wrong = "";
@@ -122,9 +127,8 @@ function schemaOf() {
 // Is there a schema that cannot be sent? Says so.
 function isSchemaWrong() {
   if (schemaOf() !== undefined) return false;
-  byId("structure").open = true;
   byId("schema").focus();
-  say(byId("ask-status"), "The JSON schema is not valid: mend it, or empty its field.");
+  say(byId("ask-status"), "The JSON schema is not valid: mend it, or close its section.");
   return true;
 }
 

@@ -276,7 +276,7 @@ async function follow(one) {
   before.val.y.push(...more.val.y);
   const known = new Set(before.restarts.map(({ x, label }) => `${x} ${label}`));
   before.restarts.push(...more.restarts.filter(({ x, label }) => !known.has(`${x} ${label}`)));
-  before.last = more.last;
+  Object.assign(before, { last: more.last, value: more.value });
   one.problem = more.problem;
   sayState(one);
 }
@@ -284,8 +284,7 @@ async function follow(one) {
 // The last value, or what is wrong.
 function sayState(one) {
   const { curve, problem } = one;
-  const value = curve?.mean.at(-1);
-  const last = value === undefined ? "" : `${number(value)} at step ${whole(curve.last)}`;
+  const last = curve?.x.length ? `${number(curve.value)} at step ${whole(curve.last)}` : "";
   const empty = curve && !last && !problem ? `no values of ${byId("column").value}` : "";
   say(one.state, [last || empty, problem].filter(Boolean).join(" · "));
   one.state.className = problem ? "problem" : "hint";

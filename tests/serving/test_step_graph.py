@@ -1,0 +1,212 @@
+"""serving/step_graph.py: captured steps give the tokens of steps that are not.
+
+On a CPU a recorder stands in for CUDA's graphs (tests/tracing/recorded.py), so all but the capture
+itself runs here: static memory, buckets of rows and columns, what is hidden from whom.
+"""
+
+import functools
+
+import pytest
+import torch
+from conftest import slowly
+from test_decoder import KINDS as MODELS
+from test_decoder import decoder, model, random_ids
+from test_engine import (
+    ADAPTERS,
+    BAD,
+    BASE,
+    SAMPLINGS,
+    Digits,
+    assert_as_alone,
+    compare,
+    finished,
+    memory_of_nan,  # noqa: F401 (a fixture)
+    request,
+    served,
+    too_large,
+)
+from tracing import recorded
+
+from serving import step_graph
+from serving.decoder import generate
+from serving.engine import Engine
+from serving.sampling import Sampling
+
+pytestmark = pytest.mark.usefixtures("one_thread", "memory_of_nan")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Steps are captured, by the recorder. Returns all graphs so far. The first has 8 columns."""
+    graphs = []
+
+    class Graph(recorded.Graph):
+        def __init__(self):
+            super().__init__()
+            graphs.append(self)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recorded.graph)
+    monkeypatch.setattr(step_graph, "suits", lambda decoder: True)
+    monkeypatch.setattr(step_graph, "FEWEST_COLUMNS", 8)
+    return graphs
+
+
+@pytest.fixture
+def in_engines(made, monkeypatch):
+    """Only those of an engine; a text alone is written as on a CPU."""
+    monkeypatch.setattr(step_graph, "borrow", lambda *_: None)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["alibi", *map(slowly, ["learned", "rope", "gqa"])])
+def test_engines_write_the_texts_of_the_one_text_loop(kind, in_engines):
+    """Random joins, leaves, shifts, adapters, sampling: as tests/serving/test_engine.py."""
+    seen = compare(kind, 2, 24)
+    assert seen["stop string"] and seen["max_new_tokens"] and not seen["error"]
+    assert len(in_engines) >= 4
+
+
+@functools.cache
+def prompt_and_pads(n_rows: int):
+    return random_ids((n_rows, 5), seed=n_rows), torch.arange(n_rows) % 5
+
+
+@pytest.mark.parametrize("more", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("n_rows", [1, 3, *map(slowly, [2, 4, 5, 8, 9])])
+def test_every_bucket_of_rows_and_columns(more, n_rows, made, monkeypatch):
+    """In fp32. Columns 5 to 23 are in buckets that end with 8, 16 and the last one."""
+    ids, pad = prompt_and_pads(n_rows)
+    settings = {"pad": pad, "temperature": 0}
+    captured = list(generate(decoder(model(**more)), ids, 19, **settings))
+    assert [graph.n_replays for graph in made] == [3, 8, 7]
+    monkeypatch.setattr(step_graph, "suits", lambda decoder: False)
+    wanted = list(generate(decoder(model(**more)), ids, 19, **settings))
+    assert torch.equal(torch.stack(captured), torch.stack(wanted))
+
+
+def test_logits_are_those_of_a_step_that_is_not_captured(made):
+    """In fp64 up to rounding, left and right of each bucket's edge."""
+    decode = decoder(model(alibi=True, kv_n_heads=2).double())
+    ids, pad = prompt_and_pads(3)
+    graphs = step_graph.borrow(decode, 4, 40)
+    cache, plain = graphs.empty(3, pad), decode.model.new_cache(3, 40, torch.float64, pad)
+    with torch.inference_mode():
+        decode(ids, cache)
+        decode(ids, plain)
+        for column in range(5, 40):
+            ids = random_ids((3, 1), seed=column)
+            torch.testing.assert_close(graphs(ids, cache), decode(ids, plain), atol=1e-12, rtol=0)
+    assert [key[1] for key in graphs.graphs] == [8, 16, 32, 40]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_every_kind_of_sampling(sampling, made, monkeypatch):
+    ids, pad = prompt_and_pads(4)
+    settings = {"pad": pad, "uniforms": torch.rand(4, 12), **vars(sampling)}
+    captured = list(generate(decoder(model(alibi=True)), ids, 12, **settings))
+    monkeypatch.setattr(step_graph, "suits", lambda decoder: False)
+    wanted = list(generate(decoder(model(alibi=True)), ids, 12, **settings))
+    assert torch.equal(torch.stack(captured), torch.stack(wanted))
+
+
+def test_generate_keeps_its_graphs_and_two_at_a_time_do_not_share_memory(made):
+    decode = decoder(model(alibi=True))
+    ids, pad = prompt_and_pads(2)
+    wanted = list(generate(decode, ids, 10, pad=pad, temperature=0))
+    n_graphs = len(made)
+    calls = [generate(decode, ids, 10, pad=pad, temperature=0) for _ in range(2)]
+    for *both, expected in zip(*calls, wanted, strict=True):
+        assert all(torch.equal(token, expected) for token in both)
+    assert len(made) == 2 * n_graphs  # the first call's, and others
+    list(generate(decode, ids[:1], 10, temperature=0))
+    assert {len(key) for key in decode.graphs.graphs} == {3}
+
+
+@pytest.mark.parametrize("adapters", [["a"] * 3, ["a", "b", BASE], [BASE] * 3], ids=str)
+def test_adapters(adapters, in_engines):
+    """All rows with one, with several, with none: other graphs."""
+    decode = served()
+    engine = Engine(decode, n_rows=4, max_tokens=60)
+    texts = [request("x" * (3 + 7 * i), 12, adapter=a, seed=i) for i, a in enumerate(adapters)]
+    finished(engine, *texts)
+    assert_as_alone(decode, *texts)
+    slots = {key[2] for key in engine.rows.graphs.graphs}
+    expected = {1: 0 if adapters[0] == BASE else 1, 3: 4}[len(set(adapters))]
+    assert expected in slots
+
+
+@pytest.mark.parametrize("more, message", BAD.values(), ids=BAD)
+def test_what_a_failed_text_leaves_behind_is_hidden(more, message, in_engines):
+    decode = served(read=too_large)
+    engine = Engine(decode, n_rows=3)
+    good = [request("x" * (3 + 30 * i), 12, seed=i, adapter=ADAPTERS[1 + i % 2]) for i in range(4)]
+    bad = request("y" * 50, 12, **more)
+    finished(engine, good[0], bad, *good[1:])
+    assert bad.text.end == "error" and message in str(bad.error)
+    assert_as_alone(decode, *good)
+    for again in range(2):  # shorter texts in the same rows
+        short = [request("z" * (1 + i), 20, seed=again) for i in range(3)]
+        finished(engine, *short)
+        assert_as_alone(decode, *short)
+
+
+def test_a_row_is_clean_after_a_text_that_failed(in_engines):
+    """It may leave NaN, also in columns that a shorter text has not reached yet."""
+    decode = served()
+    engine = Engine(decode, n_rows=1)
+    finished(engine, request("y" * 50, 12))
+    for kv in (engine.rows.cache.k, engine.rows.cache.v):
+        kv[:, 0, :, :60] = torch.nan
+    finished(engine, short := request("z", 12))
+    assert_as_alone(decode, short)
+
+
+def test_constraints_and_log_probabilities(in_engines):
+    decode = served()
+    bound = request("the river", 10, Sampling(0.8), constraint=Digits(), n_logprobs=2)
+    free = request("to be", 10, n_logprobs=0)
+    events = finished(Engine(decode), bound, free)
+    assert bound.text.text.isdecimal() and len(bound.text.text) == 10
+    assert all(event.logprobs for event in events)
+    assert_as_alone(decode, free)
+
+
+def test_few_graphs_are_kept(in_engines, monkeypatch):
+    monkeypatch.setattr(step_graph, "MOST_GRAPHS", 2)
+    decode = served("learned")
+    engine = Engine(decode, n_rows=8, max_tokens=110)
+    texts = [request("x" * (9 * i), 5 + 5 * i, kind="learned", seed=i) for i in range(8)]
+    for one in texts:
+        engine.submit(one)
+    while engine.is_busy:
+        engine.step()
+        assert len(engine.rows.graphs.graphs) <= 2
+    assert_as_alone(decode, *texts)
+    assert len(in_engines) > 4
+
+
+def test_where_capture_fails_steps_run_as_they_are(in_engines, monkeypatch, capsys):
+    def refuse(*args, **settings):
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    decode = served()
+    texts = [request("x" * (20 * i), 20, seed=i) for i in range(4)]
+    finished(Engine(decode, n_rows=2, max_tokens=100), *texts)
+    assert_as_alone(decode, *texts)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no CUDA graph can be captured: operation not permitted" in line
+
+
+def test_a_recorder_replays_what_a_graph_would():
+    """It has teeth: a number of Python's stays as it was, and results are undefined at first."""
+    x, graph = torch.ones(3), recorded.Graph()
+    factor = 2
+    with recorded.graph(graph):
+        y = x * factor
+    assert y.isnan().all()
+    x.fill_(5)
+    factor = 7
+    graph.replay()
+    assert y.tolist() == [10, 10, 10]

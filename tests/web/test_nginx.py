@@ -1,0 +1,104 @@
+"""Two servers behind a real nginx with slurm/nginx.conf: one address, streams, a dead server."""
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import time
+
+import pytest
+from conftest import PATIENCE, ROOT
+from servers import ASK, Served, wait_for
+
+pytest.importorskip("fastapi")
+
+from finetuning import lines  # noqa: E402
+
+import processes  # noqa: E402
+
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not NGINX, reason="needs the program nginx: apt-get install nginx"),
+]
+
+
+@pytest.fixture
+def proxy(tiny_run, tmp_path):
+    """(the port of nginx, its two servers)."""
+    shutil.copytree(tiny_run, tmp_path / "run")
+    served = [Served(tmp_path, "--rows=4", "--jobs=jobs") for _ in range(2)]
+    port = processes.free_port()
+    conf = (ROOT / "slurm/nginx.conf").read_text()
+    ours = {"listen 8080": port, "127.0.0.1:8001": served[0].port, "127.0.0.1:8002": served[1].port}
+    for old, new in ours.items():
+        assert conf.count(old) == 1
+        conf = conf.replace(old, f"{old[:-4]}{new}")
+    conf = conf.replace("listen ", "listen 127.0.0.1:")
+    places = [f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("proxy", "client_body")]
+    (tmp_path / "nginx.conf").write_text(
+        f"daemon off; master_process off; pid {tmp_path}/pid; error_log {tmp_path}/errors;\n"
+        f"events {{}} http {{ access_log off; {' '.join(places)}\n{conf} }}"
+    )
+    words = [NGINX, "-p", tmp_path, "-e", tmp_path / "errors", "-c", tmp_path / "nginx.conf"]
+    nginx = subprocess.Popen(words)
+    wait_for(lambda: is_listening(port))
+    yield port, served
+    nginx.terminate()
+    nginx.wait(PATIENCE)
+    for one in served:
+        one.process.kill()
+        one.process.wait()
+
+
+def is_listening(port) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def asked(port, path, body=None, host="127.0.0.1", **headers):
+    """(status, answer) of a request as a browser on the page of nginx sends it."""
+    connection = http.client.HTTPConnection(host, port, timeout=PATIENCE)
+    headers = {"Origin": f"http://{host}:{port}", "Content-Type": "application/json"} | headers
+    content = json.dumps(body) if isinstance(body, dict) else body
+    connection.request("POST" if body else "GET", path, content, headers)
+    answer = connection.getresponse()
+    return answer.status, answer
+
+
+def requests_of(served) -> float:
+    """How many completions a server has answered."""
+    name = 'path="/v1/completions"'
+    return sum(
+        value for key, value in served.metrics().items() if name in key and "_sum" not in key
+    )
+
+
+def test_requests_streams_uploads_and_a_server_that_dies(proxy):
+    port, served = proxy
+    for host in ("127.0.0.1", "localhost"):
+        assert asked(port, "/", host=host)[0] == 200
+        assert asked(port, "/v1/completions", ASK, host=host)[0] == 200
+    assert asked(port, "/v1/completions", ASK, Origin="http://elsewhere.example")[0] == 403
+    form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b\r\n'
+    form += b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+    form += lines(60_000) + b"\r\n--b--\r\n"  # more than nginx takes by itself
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    status, answer = asked(port, "/v1/files", form, **kind)
+    assert status == 200, answer.read()
+
+    body = {**ASK, "max_tokens": 200, "stream": True, "temperature": 0}
+    _, stream = asked(port, "/v1/completions", body)
+    begun = time.monotonic()
+    times = [time.monotonic() - begun for line in stream if line.startswith(b"data")]
+    assert len(times) > 20 and times[len(times) // 4] < times[-1]  # not all at the end
+
+    for _ in range(6):
+        assert asked(port, "/v1/completions", ASK)[0] == 200
+    assert all(requests_of(one) for one in served)
+    served[0].process.kill()
+    served[0].process.wait()
+    for _ in range(6):
+        assert asked(port, "/v1/completions", ASK)[0] == 200
