@@ -147,7 +147,7 @@ def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]
     """
     xs, values = points(run.steps, x, what)
     window = 1 if what == "lr" else max(1, len(values) // 50)
-    train = thinned(xs, running_means(values, window))
+    train = running_means(xs, values, window)
     return train, pairs(*points(run.vals, x, "val_loss")) if what == "loss" else []
 
 
@@ -178,18 +178,16 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
     return steps[ends - 1].tolist(), *rounded
 
 
-def running_means(values: np.ndarray, window: int) -> np.ndarray:
-    """Each value becomes the mean of the last `window` values up to it."""
-    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-    ends = np.arange(1, len(sums))
-    begins = np.maximum(0, ends - window)
-    return (sums[ends] - sums[begins]) / (ends - begins)
+def running_means(xs: np.ndarray, values: np.ndarray, window: int) -> list[tuple]:
+    """The mean of the last `window` values, at every k-th point and at the last one.
 
-
-def thinned(xs: np.ndarray, values: np.ndarray) -> list[tuple]:
-    """Every k-th point and the last one: more than MOST_POINTS are wider than a picture."""
+    More than MOST_POINTS are wider than a picture.
+    """
     every = max(1, len(xs) // MOST_POINTS)
-    return [*pairs(xs[:-1:every], values[:-1:every]), *pairs(xs[-1:], values[-1:])]
+    drawn = range(len(xs))
+    drawn = [*drawn[:-1:every], *drawn[-1:]]
+    means = [values[max(0, at + 1 - window) : at + 1].mean() for at in drawn]
+    return pairs(xs[drawn], np.array(means))
 
 
 def pairs(xs: np.ndarray, values: np.ndarray) -> list[tuple]:

@@ -69,6 +69,13 @@ def test_running_means_are_over_a_fiftieth_of_the_run(tmp_path):
     assert [value for _, value in plot.curves(run, "lr")[0]] == [1, 0] * 50
 
 
+def test_a_step_of_huge_values_is_in_the_means_of_its_window_alone(tmp_path):
+    rows = [step(s, 1.0 if s != 10 else 1e30) for s in range(1, 101)]  # a window has two steps
+    run = plot.read(folder(tmp_path / "run", rows))
+    means = [value for _, value in plot.curves(run, x="step")[0]]
+    assert [at for at, mean in enumerate(means, 1) if mean != 1.0] == [10, 11]
+
+
 def long_rows(n):
     """Rows as fsdp_train writes them, and an evaluation every 500 steps."""
     for number in range(1, n + 1):
