@@ -136,7 +136,7 @@ def restart_labels(folder: str) -> dict[int, str]:
 
 def points(columns: dict, x: str, key: str) -> tuple[np.ndarray, np.ndarray]:
     """(x, values) of the rows whose value is finite in fp32: up to 3.4e38."""
-    kept = np.abs(columns[key]) < 3.5e38
+    kept = np.abs(columns[key].astype(np.float64)) < 3.5e38
     return columns[x][kept], columns[key][kept]
 
 
