@@ -9,8 +9,7 @@ entry for each thread. All threads execute the same instruction at the same time
 on the order of warps. Instead, shared memory notes which warps have read and written each word.
 What a GPU would do silently is a `Fault` here:
 
-    race             two warps use a word of shared memory, one of them writes, and no barrier is
-                     between them
+    race             two warps use a word of shared memory, one writes, and no barrier is between
     before a wait    shared memory is read before its cp.async is waited for; a result of a wgmma
                      is read, or what it reads is overwritten, before the wgmma is waited for
     proxy            wgmma reads what ordinary instructions stored, with no fence.proxy.async since
@@ -22,9 +21,9 @@ Limits. It knows what the kernels of attention and of the loss need on sm_80, sm
 (wgmma) and sm_120, and refuses other instructions by name (`Unsupported`): no TMA, mbarrier or
 tcgen05, no branch at which threads part. It executes PTX, not what ptxas makes of it. A matrix
 product is summed in fp64 and rounded once, where a tensor core rounds in its own way; ex2.approx
-and div.full are exact to fp32; .ftz is ignored. It finds the races of the paths that the data
-takes, and none in global memory. A register counts as written if any thread has written it; the
-others' entries are then NaN. Barriers and fences have their full effect at once.
+and div are exact to fp32; .ftz is ignored. It finds the races of the paths that the data takes, and
+none in global memory. A register counts as written if any thread has written it; the entries of
+other threads are then NaN. Barriers and fences have their full effect at once.
 
 cp.async writes shared memory by the generic proxy, so by the letter wgmma needs a fence.proxy.async
 after the wait. In the loop of attention's dk and dv on sm_90, Triton 3.6.0 has none, 3.7.1 and
@@ -252,8 +251,6 @@ class Block:
         else:
             getattr(self, f"do_{name}")(suffixes, *operands)
         return following
-
-    # registers
 
     def read(self, operand: str, kind: str):
         """A register or constant as a type of PTX, (threads,)."""
