@@ -187,6 +187,7 @@ def test_a_changed_operand_gives_a_wrong_result():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(triton.__version__ != "3.7.1", reason="other Tritons place other fences")
 def test_a_copy_that_wgmma_reads_with_no_fence_is_named_if_asked_for():
     """`do` in dk and dv; a fence after each wait mends it. See ptx_interpreter.py."""
     strict = functools.partial(on, "sm_90", flash_attention, copies_need_fence=True)
