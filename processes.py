@@ -722,8 +722,10 @@ def end_with_thread(failure) -> None:
     """End this rank when one of its threads has failed, of whichever it is.
 
     Without its heartbeats or its copies a run would only seem to go on. The other ranks notice that
-    this one is gone.
+    this one is gone. A thread may end itself by sys.exit.
     """
+    if failure.exc_type is SystemExit:
+        return
     mistake = program.user_error(failure.exc_value)
     if mistake:
         program.print_error(mistake, f"error on rank {program.rank()}")

@@ -20,6 +20,7 @@ Run `python -m serving.constraint` for random texts that conform to a schema.
 import asyncio
 import json
 import random
+import signal
 import sys
 import threading
 from collections import OrderedDict
@@ -152,9 +153,10 @@ class Constraints:
         finally:
             if trial.returncode is None:
                 trial.kill()
-        most = f"more than {grammar.SECONDS} s of a processor"
+        most = f"takes more than {grammar.SECONDS} s of a processor"
         fix = "use fewer patternProperties, allOf, smaller multipleOf or repetitions"
-        require(not trial.returncode, f"building the {kind} takes {most}: {fix}")
+        failure = most if trial.returncode == -signal.SIGPROF else "fails"
+        require(trial.returncode == 0, f"building the {kind} {failure}: {fix}")
 
 
 def json_of(schema: dict) -> str:
