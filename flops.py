@@ -4,8 +4,8 @@
 
 N: parameters, without an untied input embedding, which is a lookup. L: layers. d: width of all
 heads together. S: sequence length. A weight costs 2 FLOPs a token forward and 4 backward, hence
-6 N; frozen, 4 N. Low-rank adapters add 6 N_lora. Attention costs 2 S d for q.k and 2 S d for p.v
-per layer and token forward, and three times that with the backward: 12 L d S.
+6 N; frozen, 4 N. Attention costs 2 S d for q.k and 2 S d for p.v per layer and token forward, and
+three times that with the backward: 12 L d S. Low-rank adapters are counted matmul by matmul.
 
     MFU = FLOPs per token x tokens/s / (devices x peak)         model FLOPs utilization: useful work
     HFU = 4/3 MFU with full activation checkpointing, else MFU  hardware FLOPs: two forwards
@@ -23,7 +23,7 @@ Or from a size in place of a model; --n_layers, --d_model and --max_seq_len add 
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import config
@@ -249,6 +249,7 @@ CONVENTIONS = {
     "megatron_recompute": Convention("arXiv 2104.04473: and blocks twice", 4, 12, True, True),
 }
 CONVENTION = CONVENTIONS["foundry"].formula
+LORA_CONVENTION = "LoRA: every matmul of its step, at most 4 N + 6 N_lora + 12 L d S"
 
 
 def flops_of(
@@ -262,6 +263,9 @@ def flops_of(
     """
     row = CONVENTIONS[convention]
     train = train or TrainConfig()
+    if train.lora_rank:
+        return flops_with_adapters(cfg, row, train)
+
     L = cfg.n_layers
     parts = params_by_part(cfg)
     linears = sum(parts[name] for name in LINEAR_LAYERS)
@@ -270,21 +274,38 @@ def flops_of(
     if row.matmuls_only:
         n = linears + cfg.vocab_size * cfg.d_model
     l_d_s = L * cfg.d_model * cfg.max_seq_len
-    adapters = n_lora(cfg, train)
 
-    first = first_backward(cfg, train)  # the blocks before it have no backward
-    backward = 2 * linears + (row.both_passes - row.forward) * l_d_s
-    once = flops_of_size(n, l_d_s, row, frozen or train.lora_rank)
-    once += 6 * adapters - first * backward // L
-
-    forward = 2 * (linears if row.matmuls_only else n) + row.forward * l_d_s + 2 * adapters
+    once = flops_of_size(n, l_d_s, row, frozen)
+    forward = 2 * (linears if row.matmuls_only else n) + row.forward * l_d_s
     if row.blocks_twice:
-        once += forward * (L - first) / L
-        return once, once
-    if train.lora_rank:  # no convention has adapters: the matmuls that are done again
-        return once, once + sum(each["recomputed"] for each in flops_by_pass(cfg, train).values())
-    again = [i for i in range(first, L) if checkpointing_of(train, i) == "full"]
+        return once + forward, once + forward
+    again = [i for i in range(L) if checkpointing_of(train, i) == "full"]
     return once, once + forward * len(again) / L
+
+
+def flops_with_adapters(cfg: MPTConfig, row: Convention, train: TrainConfig) -> tuple[int, int]:
+    """`flops_of` a run with adapters, which no convention has: every matmul of its step.
+
+    The convention counts attention: the matmuls of `flops_by_pass` are 4 and 12 L d S.
+    """
+    if row.blocks_twice:
+        train = replace(train, activation_checkpointing="full", recompute_every=1)
+    once = again = 0
+    for part, passes in flops_by_pass(cfg, train).items():
+        forward, recomputed = passes["forward"], passes["recomputed"]
+        backward = passes["input gradient"] + passes["weight gradient"]
+        if part in ATTENTION:
+            forward = forward * row.forward // 4
+            recomputed = recomputed * row.forward // 4
+            backward = backward * (row.both_passes - row.forward) // 8
+        once += forward + backward
+        again += recomputed
+    return once + again * row.blocks_twice, once + again
+
+
+def convention_of(train: TrainConfig) -> str:
+    """What `flops_of` counts of a run unless another convention is asked for, as text."""
+    return LORA_CONVENTION if train.lora_rank else CONVENTION
 
 
 def flops_of_size(n: int, l_d_s: int, convention: Convention, frozen: bool) -> int:
@@ -309,8 +330,7 @@ def utilization(
 ) -> float | None:
     """The share of the peak that these FLOPs are, 0 to 1; None if the peak is unknown.
 
-    tokens_per_second: of all devices together. peak_flops: FLOP/s of one device, or None. With
-    adapters, flops_per_token is planning/matmuls.py::flops_of_run.
+    tokens_per_second: of all devices together. peak_flops: FLOP/s of one device, or None.
     """
     if peak_flops is None:
         return None
@@ -446,8 +466,9 @@ def report(
     for name, (once, with_recomputed) in counted.items():
         formula = CONVENTIONS[name].formula
         if args.frozen or train.lora_rank:
-            adapters = " + 6 N_lora" * bool(train.lora_rank and cfg)
-            formula = formula.replace("6 N", f"4 N{adapters}").replace("6 M", f"4 M{adapters}")
+            most, adapters = ("at most ", " + 6 N_lora") if train.lora_rank and cfg else ("", "")
+            for weights in ("N", "M"):
+                formula = formula.replace(f"6 {weights}", f"{most}4 {weights}{adapters}")
         conventions[name] = {
             "formula": formula,
             "flops_per_token": once,

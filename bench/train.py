@@ -52,7 +52,6 @@ import program
 from bench import compare
 from config import MPTConfig, TrainConfig
 from lifecycle import compiling, runlog
-from planning import matmuls
 from processes import Pool, PoolError
 from program import require
 
@@ -341,8 +340,7 @@ class Row:
         """Tokens/s, TFLOP/s, MFU and HFU. peak: FLOP/s of a device, or None if unknown."""
         rates = self.rates[1:]  # the first turn warmed up
         rate = statistics.median(rates)
-        flops_per_token = matmuls.flops_of_run(self.model_cfg, self.cfg)
-        with_recomputed = matmuls.flops_of_run(self.model_cfg, self.cfg, recomputed=True)
+        flops_per_token, with_recomputed = flops.flops_of(self.model_cfg, train=self.cfg)
         return {
             "tokens_per_second": rate,
             "fastest": max(rates),
@@ -352,7 +350,7 @@ class Row:
             "peak_tflops": peak and peak / 1e12,
             "mfu": flops.utilization(flops_per_token, rate, self.ranks, peak),
             "hfu": flops.utilization(with_recomputed, rate, self.ranks, peak),
-            "convention": matmuls.convention_of(self.cfg),
+            "convention": flops.convention_of(self.cfg),
         }
 
 

@@ -26,6 +26,7 @@ import math
 import shutil
 import string
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -68,33 +69,41 @@ class PlotSettings:
 
 @dataclass
 class Run:
-    """What plots need of a run folder. The rows of all three lists have "step" and "tokens"."""
+    """What plots need of a run folder. Columns have a value for each row: {name: (rows,)}."""
 
     folder: str
-    steps: list[dict]  # rows of training steps
-    vals: list[dict]  # rows of validations
-    restarts: list[dict]  # with a "label", such as "2 ranks"
+    steps: dict  # columns of the training steps
+    vals: dict  # columns of the validations
+    restarts: list[dict]  # with "step", "tokens" and a "label", such as "2 ranks"
+    metrics: runlog.Metrics  # for a summary
 
 
-def read(folder: str) -> Run:
-    """Read a run folder. UserError if it has no finished step."""
-    rows = runlog.read(folder)
-    steps = [row for row in rows if "loss" in row and "tokens" in row]
-    program.require(steps, f"{folder} has no finished step yet")
-    tokens_at = {row["step"]: row["tokens"] for row in steps}
-    tokens_per_step = steps[0]["tokens"] // max(1, steps[0]["step"])
+def read(folder: str, names: Iterable[str] = (*WHAT, "batch_hash")) -> Run:
+    """Read columns of a run folder. UserError if it has no finished step."""
+    metrics = runlog.read_columns(folder, names)
+    has_tokens = np.array(metrics.steps["tokens"]) >= 0
+    program.require(has_tokens.any(), f"{folder} has no finished step yet")
+    steps = {name: np.array(values)[has_tokens] for name, values in metrics.steps.items()}
+    labels = restart_labels(folder)
+
+    marked = [*(row["step"] for row in metrics.evaluations), *labels]
+    at = np.isin(steps["step"], marked)
+    tokens_at = dict(zip(steps["step"][at].tolist(), steps["tokens"][at].tolist(), strict=True))
+    tokens_per_step = int(steps["tokens"][0]) // max(1, int(steps["step"][0]))
 
     def position(step):
         # Step 0 has no row, and neither has the step at which a run was forked from another.
         return {"step": step, "tokens": tokens_at.get(step, step * tokens_per_step)}
 
-    vals = [row | position(row["step"]) for row in rows if "val_loss" in row]
+    vals = [row | position(row["step"]) for row in metrics.evaluations]
+    names = ("step", "tokens", "val_loss")
     restarts = [
         position(step) | {"label": label}
-        for step, label in restart_labels(folder).items()
-        if 0 < step < steps[-1]["step"]
+        for step, label in labels.items()
+        if 0 < step < steps["step"][-1]
     ]
-    return Run(folder, steps, vals, restarts)
+    vals = {name: np.array([row[name] for row in vals]) for name in names}
+    return Run(folder, steps, vals, restarts, metrics)
 
 
 def layout_label(ranks: int, tp: int, pp: int) -> str:
@@ -125,10 +134,10 @@ def restart_labels(folder: str) -> dict[int, str]:
     return labels
 
 
-def points(rows: list[dict], x: str, key: str) -> list[tuple]:
-    """(x, value) of the rows whose value is finite in fp32: up to 3.4e38."""
-    present = (row for row in rows if row.get(key) is not None)
-    return [(row[x], row[key]) for row in present if abs(row[key]) < 3.5e38]
+def points(columns: dict, x: str, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """(x, values) of the rows whose value is finite in fp32: up to 3.4e38."""
+    kept = np.abs(columns[key].astype(np.float64)) < 3.5e38
+    return columns[x][kept], columns[key][kept]
 
 
 def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]:
@@ -136,10 +145,10 @@ def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]
 
     Validation is empty unless `what` is the loss.
     """
-    train = points(run.steps, x, what)
-    val = points(run.vals, x, "val_loss") if what == "loss" else []
-    window = 1 if what == "lr" else max(1, len(train) // 50)
-    return thinned(running_means(train, window)), val
+    xs, values = points(run.steps, x, what)
+    window = 1 if what == "lr" else max(1, len(values) // 50)
+    train = running_means(xs, values, window)
+    return train, pairs(*points(run.vals, x, "val_loss")) if what == "loss" else []
 
 
 def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list, list, list]:
@@ -169,19 +178,21 @@ def envelope(steps, values, n_points: int, after: int = -1) -> tuple[list, list,
     return steps[ends - 1].tolist(), *rounded
 
 
-def running_means(curve: list[tuple], window: int) -> list[tuple]:
-    """Each value becomes the mean of the last `window` values up to it."""
-    sums = np.cumsum([0.0, *(value for _, value in curve)])
-    ends = np.arange(1, len(sums))
-    begins = np.maximum(0, ends - window)
-    means = (sums[ends] - sums[begins]) / (ends - begins)
-    return [(x, mean) for (x, _), mean in zip(curve, means.tolist(), strict=True)]
+def running_means(xs: np.ndarray, values: np.ndarray, window: int) -> list[tuple]:
+    """The mean of the last `window` values, at every k-th point and at the last one.
+
+    More than MOST_POINTS are wider than a picture.
+    """
+    every = max(1, len(xs) // MOST_POINTS)
+    drawn = range(len(xs))
+    drawn = [*drawn[:-1:every], *drawn[-1:]]
+    means = [values[max(0, at + 1 - window) : at + 1].mean() for at in drawn]
+    return pairs(xs[drawn], np.array(means))
 
 
-def thinned(curve: list[tuple]) -> list[tuple]:
-    """Every k-th point and the last one: more than MOST_POINTS are wider than a picture."""
-    every = max(1, len(curve) // MOST_POINTS)
-    return [*curve[:-1:every], *curve[-1:]]
+def pairs(xs: np.ndarray, values: np.ndarray) -> list[tuple]:
+    """[(x, value), ...] as Python's numbers."""
+    return list(zip(xs.tolist(), values.tolist(), strict=True))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,7 +250,7 @@ def legend(runs: list[Run], validation: bool) -> str:
     lines = []
     for number, run in enumerate(runs):
         letter = LETTERS[number % len(LETTERS)]
-        val = f", {letter} validation" if run.vals and validation else ""
+        val = f", {letter} validation" if len(run.vals["step"]) and validation else ""
         lines.append(f"{' ' * 9}{DOTS[number % len(DOTS)]} training{val}: {run.folder}")
         if run.restarts:
             marks = ", ".join(f"{mark['step']} ({mark['label']})" for mark in run.restarts)
@@ -350,33 +361,33 @@ class Difference(NamedTuple):
     common: int  # in both curves
 
 
-def difference(a: list[dict], b: list[dict], key: str = "loss") -> Difference:
-    """Compare rows that have "step" and `key`."""
-    common = {row["step"] for row in a} & {row["step"] for row in b}
-    a_values, b_values = dict(points(a, "step", key)), dict(points(b, "step", key))
-    compared = sorted(a_values.keys() & b_values.keys())
-    differences = {step: abs(b_values[step] - a_values[step]) for step in compared}
-    if not differences:
+def difference(a: dict, b: dict, key: str = "loss") -> Difference:
+    """Compare columns that have "step" and `key`."""
+    common = np.intersect1d(a["step"], b["step"])
+    (a_steps, a_values), (b_steps, b_values) = (points(each, "step", key) for each in (a, b))
+    compared, in_a, in_b = np.intersect1d(a_steps, b_steps, return_indices=True)
+    if not len(compared):
         return Difference(math.nan, "-", math.nan, 0, len(common))
-    step = max(differences, key=differences.get)
-    mean = math.fsum(differences.values()) / len(compared)
-    return Difference(differences[step], step, mean, len(compared), len(common))
+    differences = np.abs(b_values[in_b] - a_values[in_a])
+    largest, mean = float(differences.max()), float(differences.mean())
+    step = int(compared[differences.argmax()])
+    return Difference(largest, step, mean, len(compared), len(common))
 
 
 def compare_batches(first: Run, other: Run) -> str:
     """Whether both runs saw the same tokens in the steps that both have, in words."""
-    a = {row["step"]: row.get("batch_hash") for row in first.steps}
-    b = {row["step"]: row.get("batch_hash") for row in other.steps}
-    common = sorted(a.keys() & b.keys())
-    recorded = [step for step in common if a[step] and b[step]]
-    different = [step for step in recorded if a[step] != b[step]]
-    if not common:
+    steps = (first.steps["step"], other.steps["step"])
+    common, in_first, in_other = np.intersect1d(*steps, return_indices=True)
+    a, b = first.steps["batch_hash"][in_first], other.steps["batch_hash"][in_other]
+    recorded = a.astype(bool) & b.astype(bool)
+    different = common[recorded & (a != b)]
+    if not len(common):
         return "no step in common"
-    if different:
+    if len(different):
         return f"different batches from step {different[0]}"
-    if not recorded:
+    if not recorded.any():
         return "batches not recorded"
-    return f"the same batches in {len(recorded)} of {len(common)} steps"
+    return f"the same batches in {recorded.sum()} of {len(common)} steps"
 
 
 def table_of_differences(runs: list[Run]) -> str:
@@ -405,17 +416,19 @@ def main(argv) -> None:
     program.require(is_picture, f"--out={out}: a picture ends in .png or .svg")
     enough = len(folders) > 1 or not cfg.diff
     program.require(enough, "--diff compares runs: name two run folders or more")
-    runs = [read(folder) for folder in folders]
+    drawn = list(WHAT) if cfg.what == "all" else [cfg.what]
+    runs = [read(folder, drawn + ["batch_hash"] * cfg.diff) for folder in folders]
 
-    for what in WHAT if cfg.what == "all" else [cfg.what]:
+    for what in drawn:
         print(in_terminal(runs, what, cfg.x, height=16 if what == "loss" else 11))
     print(legend(runs, validation=cfg.what in ("loss", "all")))
     if as_picture(runs, out, cfg.what, cfg.x):
         print(out)
     else:
         print(f"(a picture needs matplotlib: {program.EXTRA})")
-    for folder in folders:
-        print(runlog.summary(folder, runlog.read_settings(folder).get("expect")))
+    for run in runs:
+        expect = runlog.read_settings(run.folder).get("expect")
+        print(runlog.summary(run.folder, expect, run.metrics))
     if cfg.diff:
         print(table_of_differences(runs))
 

@@ -75,7 +75,7 @@ class Reporter:
         """peak: FLOP/s of all devices together, or None. start: a `resume.Start`."""
         self.log, self.model_cfg, self.cfg = log, model_cfg, cfg
         self.world, self.peak = world, peak
-        self.flops_per_token = flops_per_token(model_cfg, cfg)
+        self.flops_per_token, _ = flops.flops_of(model_cfg, train=cfg)
         self.cadence, self.timer = cadence, guard.straggler_timer
         self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, start.step)
         self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
@@ -166,15 +166,6 @@ def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
     # On the CPU, so over gloo: no watchdog runs yet that would notice a hanging NCCL.
     peak = processes.all_sum(torch.tensor(peak or math.nan)).item()
     return None if math.isnan(peak) else peak
-
-
-def flops_per_token(model_cfg: MPTConfig, cfg: TrainConfig) -> float:
-    """FLOPs of training on one token, by which the MFU counts."""
-    if not cfg.lora_rank:
-        return flops.train_flops_per_token(model_cfg)
-    from planning import matmuls  # here, since most runs do without
-
-    return matmuls.flops_of_run(model_cfg, cfg)
 
 
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
@@ -272,7 +263,8 @@ def least_time(
     dtype = parallel.DTYPES[precision]
     rate = peak or world.global_size * devices.measure_peak(world.device, dtype, seconds=0.1)
     tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
-    seconds = tokens * flops_per_token(model_cfg, cfg) / rate
+    flops_per_token, _ = flops.flops_of(model_cfg, train=cfg)
+    seconds = tokens * flops_per_token / rate
     steps = cfg.max_steps - first
     return (
         f"time: at least {seconds:.3g} s a step, {runlog.duration(steps * seconds)} for {steps:,} "

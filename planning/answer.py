@@ -15,7 +15,7 @@ import flops
 import program
 from config import MPTConfig, TrainConfig
 from devices import Device
-from planning import certainty, matmuls, search, step_time
+from planning import certainty, search, step_time
 from planning.budget import TOKENS_PER_PARAMETER, chinchilla_loss
 from planning.fleet import NODE_OVER_BOARD, NODE_WATTS, UNKNOWN_LINK, FleetArgs, of_family
 from planning.search import Plan, Question
@@ -88,8 +88,8 @@ def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
         "seconds": plan.seconds,  # of a step, by part
         "tokens_per_second": rate,
         "mfu": plan.mfu,  # 0 to 1
-        "tflops_per_device": rate * matmuls.flops_of_run(m, cfg) / fleet.devices / 1e12,
-        "convention": matmuls.convention_of(cfg),  # what the two count
+        "tflops_per_device": rate * flops.flops_of(m, train=cfg)[0] / fleet.devices / 1e12,
+        "convention": flops.convention_of(cfg),  # what the two count
         "bytes": plan.bytes,  # of one device at its peak, by part
         "gb": plan.bytes["peak"] / 1e9,
         "memory_gb": fleet.device.memory_gb,  # GiB
@@ -377,7 +377,7 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
     if certainty.launch_share(plan.m, cfg, plan.fleet) > 1:
         start = f"about {1e3 * certainty.LAUNCHES:g} ms to start, longer than they run"
         lines.append(f"the kernels of a block take {start}: that is not in the model")
-    per_token = matmuls.flops_of_run(plan.m, cfg, recomputed=True)
+    _, per_token = flops.flops_of(plan.m, train=cfg)
     share = plan.tokens_per_second * per_token / plan.fleet.devices / device.bf16_tflops / 1e12
     if share > reachable:
         masked = f"{share:.0%} of the peak (masked scores counted)"

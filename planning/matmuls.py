@@ -16,32 +16,11 @@ The matmuls are all that is counted: exactly what torch's FlopCounterMode counts
 Run `python -m planning.matmuls configs/mpt7b.py --lora_rank=16`.
 """
 
-from dataclasses import replace
-
 import config
 import flops
 import program
 from config import MPTConfig, TrainConfig
 from flops import PASSES, flops_by_pass, total
-
-LORA_CONVENTION = "LoRA: every matmul of its step, at most 4 N + 6 N_lora + 12 L d S"
-
-
-def flops_of_run(cfg: MPTConfig, train: TrainConfig, recomputed: bool = False) -> float:
-    """FLOPs per token of a training run, by which its MFU counts.
-
-    LLM Foundry's convention if all weights train (flops.py). A run with adapters: every matmul that
-    its step needs. recomputed: count what is computed again, too.
-    """
-    if train.lora_rank:
-        once = replace(train, activation_checkpointing="none")
-        return total(flops_by_pass(cfg, train if recomputed else once))
-    return flops.flops_of(cfg, train=train)[recomputed]
-
-
-def convention_of(train: TrainConfig) -> str:
-    """What `flops_of_run` counts, as text."""
-    return LORA_CONVENTION if train.lora_rank else flops.CONVENTION
 
 
 def table(by_pass: dict[str, dict[str, int]]) -> str:

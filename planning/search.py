@@ -22,7 +22,7 @@ from typing import Literal
 
 import flops
 from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConfig, stage_sizes
-from planning import matmuls, memory, step_time
+from planning import memory, step_time
 from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime
 from program import UserError
@@ -104,7 +104,7 @@ class Plan:
     def mfu(self) -> float:
         """Model FLOPs utilization, 0 to 1."""
         peak = self.fleet.device.bf16_tflops * 1e12
-        per_token = matmuls.flops_of_run(self.m, self.cfg)
+        per_token, _ = flops.flops_of(self.m, train=self.cfg)
         return flops.utilization(per_token, self.tokens_per_second, self.fleet.devices, peak)
 
 

@@ -46,8 +46,7 @@ import program
 from config import MPTConfig, TrainConfig
 from model import MPT, seeded
 from program import UserError, require
-from serving.decoder import Decoder
-from serving.packed_linear import PackedLinear
+from serving.decoder import Decoder, PackedLinear
 from weights import load, peft
 from weights.peft import Adapter
 

@@ -117,9 +117,8 @@ class Catalog:
         return model
 
     def checkpoint(self, name: str) -> Model | None:
-        """The checkpoint of a run that its path names; None if there is none."""
-        is_path = self.folder and CHECKPOINT.fullmatch(name)
-        return self.load(name, name) if is_path and source_of(self.folder / name) else None
+        """The checkpoint of a run, if a name is its path. UserError if it cannot be used."""
+        return self.load(name, name) if self.folder and CHECKPOINT.fullmatch(name) else None
 
     def similar(self, name: str) -> str:
         """The hint for a name that means nothing."""
@@ -266,12 +265,10 @@ class Catalog:
             names = {entry.name for entry in entries if is_folder(entry)}
             with self.lock:
                 for name in self.seen.keys() - names:
-                    del self.seen[name]
-                    if self.is_at_home(name):
-                        self.remove(name)
-                for name in filter(CHECKPOINT.fullmatch, list(self.models)):
-                    if not source_of(self.folder / name):
-                        self.remove(name)
+                    if not (self.folder / name).is_dir():  # else `load` has found it deeper
+                        del self.seen[name]
+                        if self.is_at_home(name):
+                            self.remove(name)
                 self.unloaded &= names
             for name in sorted(names - self.unloaded):
                 source = source_of(self.folder / name)

@@ -52,6 +52,10 @@ LEAP_YEARS = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00
 DATE = {"pattern": rf"^(\d{{4}}-(0[13-9]|1|02-([01]|2[0-8]))|{LEAP_YEARS}-02-29)"}
 FORMATS = {"date": DATE, "date-time": DATE, "hostname": {"maxLength": 253}}
 
+# Keywords whose values are no schemas: constants, or schemas by names that may be keywords.
+INNER = dict.fromkeys(["const", "enum"], "constant") | dict.fromkeys(
+    ["properties", "patternProperties", "$defs", "definitions"], "names"
+)
 SAY_NOTHING = set(
     "title description default examples $comment $schema $id $defs definitions deprecated "
     "readOnly writeOnly".split()
@@ -101,20 +105,20 @@ def checked_schema(schema: dict) -> dict:
     """
     require("x-guidance" not in schema, f"{PROBLEM}: remove x-guidance, which changes its meaning")
     objects, with_formats = [], []
-    left = [(schema, False)]
+    left = [(schema, "schema")]
     while left:
-        node, is_constant = left.pop()
+        node, kind = left.pop()
         if isinstance(node, list):
-            left += [(item, is_constant) for item in node]
+            left += [(item, kind) for item in node]
         if isinstance(node, str):
             unwritable = f"{PROBLEM}: {node[:40]!r} has a control character, which is never written"
             require(not UNWRITABLE.search(node), unwritable)
         if isinstance(node, dict):
-            constants = ("const", "enum")
-            left += [(value, is_constant or key in constants) for key, value in node.items()]
+            inner = {"constant": dict.fromkeys(node, "constant"), "schema": INNER}.get(kind, {})
+            left += [(value, inner.get(key, "schema")) for key, value in node.items()]
             objects.append(node)
             check_object(node)
-            if not is_constant and str(node.get("format")) in FORMATS:
+            if kind == "schema" and str(node.get("format")) in FORMATS:
                 with_formats.append(node)
     # Bounds of several objects may have to hold for one number.
     for group in [objects] if any(map(merges, objects)) else [[node] for node in objects]:
@@ -148,7 +152,7 @@ def check_pattern(pattern: str) -> None:
 
 def merges(node: dict) -> bool:
     """Whether other objects of the schema may say more about the same value."""
-    refers = {"$ref", "anyOf"} & node.keys()
+    refers = {"$ref", "anyOf", "oneOf"} & node.keys()
     says_more = node.keys() - refers - SAY_NOTHING
     return bool({"allOf", "patternProperties"} & node.keys() or refers and says_more)
 

@@ -84,24 +84,33 @@ def read_json_lines(path, fields: dict | None = None, fault=None, appended=False
     rows, problems = [], []
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"line {number}"
-            try:
-                row = parse_json(line, where)
-            except UserError as error:
-                cut_off = not line.endswith(b"\n") and line[:1] in (b"{", b"\0")
-                if not (appended and cut_off):
-                    problems.append(str(error))
-                continue
-            problem = missing(row, fields or {}) or wrong_type(row, fields or {})
-            if not problem and fault:
-                problem = fault(row)
+            row, problem = parse_line(line, f"line {number}", fields, fault, appended)
             if problem:
-                problems.append(f"{where} is damaged ({problem})")
-            else:
+                problems.append(problem)
+            elif row is not None:
                 rows.append(row)
     return rows, problems
+
+
+def parse_line(
+    line: bytes, where: str, fields: dict | None = None, fault=None, appended=False
+) -> tuple[dict | None, str]:
+    """(row, "") of a line of a .jsonl file, or (None, what is wrong with it).
+
+    (None, "") for a line that is skipped silently. where: names the line in messages. Other
+    arguments: `read_json_lines`.
+    """
+    if not line.strip():
+        return None, ""
+    try:
+        row = parse_json(line, where)
+    except UserError as error:
+        cut_off = not line.endswith(b"\n") and line[:1] in (b"{", b"\0")
+        return None, "" if appended and cut_off else str(error)
+    problem = missing(row, fields or {}) or wrong_type(row, fields or {})
+    if not problem and fault:
+        problem = fault(row)
+    return (None, f"{where} is damaged ({problem})") if problem else (row, "")
 
 
 def missing(value: dict, fields: dict) -> str:

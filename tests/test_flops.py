@@ -184,7 +184,8 @@ def test_gpt3_3_14e23_flops():
 def test_frozen_weights_and_adapters():
     """Frozen weights have no gradient: 4 N. Attention costs as much as ever.
 
-    An adapter of rank r on a linear layer of i x o has r (i + o) parameters.
+    An adapter of rank r on a linear layer of i x o has r (i + o) parameters. With adapters every
+    matmul counts, and no other parameter: nothing needs the gradient of the first layer's input.
     """
     cfg = mpt("1b")
     n = SIZES["1b"][3]
@@ -196,18 +197,40 @@ def test_frozen_weights_and_adapters():
     n_lora = 24 * 16 * (d + 3 * d + 4 * d + d)
     assert flops.n_lora(cfg, lora) == n_lora
     once, with_recomputed = flops.flops_of(cfg, train=lora)
-    assert once == 4 * n + attention + 6 * n_lora
+    in_matmuls = (24 * 12 * d + 50_368) * d
+    first_input = 2 * d * (3 * d + 16)  # Wqkv's, and its adapter's
+    assert once == 4 * in_matmuls + attention + 6 * n_lora - first_input
     # Again: the blocks without down_proj's own matmul, and not the logits.
     blocks = 2 * 24 * (3 + 1 + 4) * d**2
     assert with_recomputed - once == blocks + attention / 3 + 2 * n_lora
 
     top = replace(lora, lora_last_blocks=6)  # 18 of 24 blocks: forward only
-    weights = 4 * n - 2 * 18 * 12 * d**2
+    weights = 4 * in_matmuls - 2 * 18 * 12 * d**2
     share_of_attention = 6 / 24 + 18 / 24 / 3
     assert (
         flops.flops_of(cfg, train=top)[0]
-        == weights + attention * share_of_attention + 6 * n_lora / 4
+        == weights + attention * share_of_attention + 6 * n_lora / 4 - first_input
     )
+
+
+def test_a_convention_says_how_the_attention_of_adapters_counts():
+    """All else is one count, whatever weights a convention has: that of the matmuls."""
+    cfg = mpt("1b")
+    l_d_s = 24 * 2048 * 2048
+    lora = TrainConfig(lora_rank=16, activation_checkpointing="full")
+    counts = {name: flops.flops_of(cfg, name, lora) for name in flops.CONVENTIONS}
+    once, with_recomputed = counts["foundry"]
+    by_pass = flops.flops_by_pass(cfg, lora)
+    assert with_recomputed == flops.total(by_pass)
+    assert with_recomputed - once == sum(passes["recomputed"] for passes in by_pass.values())
+
+    attention = {"palm": (12, 4), "megatron": (12, 4), "causal": (6, 2), "lingua": (7, 2)}
+    attention |= {"flopcounter": (14, 4), "6nd": (0, 0)}
+    for name, (both, forward) in attention.items():
+        of_once = once - (12 - both) * l_d_s
+        again = with_recomputed - (16 - both - forward) * l_d_s
+        assert counts[name] == (of_once, again), name
+    assert counts["megatron_recompute"] == (with_recomputed, with_recomputed)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -171,8 +171,8 @@ def test_the_metrics_of_before_are_summed_up_and_drawn(old, capsys):
     assert "6.476 -> 4.472" in lines[1] and "6.529 -> 4.509" in lines[1]
     assert lines[2] == "to expect: a run of before"
     run = plot.read("run")
-    assert [row["step"] for row in run.steps] == [1, 2, 5, 6, 7, 8, 9, 10, 11, 12]
-    assert [row["step"] for row in run.vals] == [0, 6, 9, 12]
+    assert run.steps["step"].tolist() == [1, 2, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert run.vals["step"].tolist() == [0, 6, 9, 12]
     assert "1,920 tokens" in plot.in_terminal([run])
 
 

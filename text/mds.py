@@ -40,8 +40,8 @@ XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
 NDARRAY = re.compile(r"ndarray:(u?int(?:8|16|32|64))(?::([0-9]{1,10}))?")
 BYTES = ("<i8", "<i4", "<u2")  # what `bytes` may hold; LLM Foundry assumes the first
 LARGEST_VOCABULARY = 2**20  # a number above it is no id that was read with the right type
-# The folder of a part for validation: val, val_small, validation-00, test; not values.
-FOR_VALIDATION = re.compile("(val|valid|validation|test|eval|evaluation)(?![a-z])", re.IGNORECASE)
+# The folder of a part for validation: val, val_small, validation-00, tests, valset; not values.
+FOR_VALIDATION = re.compile("(?i)((val|test|eval)s?|valid|validation|evaluation)(set)?(?![a-z])")
 MAX_BYTES = 2**32  # of a shard: its offsets are uint32
 EXPORTED_BYTES = 2**26  # of a shard that we write, as the package does
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from fastapi import FastAPI, Request
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from program import UserError
@@ -16,22 +15,6 @@ from web.completions import Service, respond
 from web.guard import MOST_BYTES, Guard, too_large
 from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
-
-
-class Route(APIRoute):
-    """An endpoint. One that takes GET also takes HEAD, to which uvicorn sends no body."""
-
-    def matches(self, scope):
-        """Whether a request is for this endpoint, and what its path says."""
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
-        return super().matches({**scope, "method": "GET"} if is_head else scope)
-
-    async def handle(self, scope, receive, send) -> None:
-        """Answer a request, unless its method is wrong."""
-        if scope["method"] == "HEAD" and "GET" in self.methods:
-            await self.app(scope, receive, send)
-        else:
-            await super().handle(scope, receive, send)
 
 
 @dataclass
@@ -77,7 +60,6 @@ def build(
         redirect_slashes=False,
         max_body_size=MOST_BYTES,
     )
-    app.router.route_class = Route
     add_errors(app)
     upload_bytes = 0
     if isinstance(service, Viewer):
@@ -91,7 +73,6 @@ def build(
             upload_bytes = service.finetuning.upload_bytes
     if folders:
         runs.add_runs(app, folders)
-    page.add_planner(app)
     page.add_page(app, parts_of(service, folders))
     guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics, upload_bytes)
 

@@ -135,9 +135,11 @@ class Guard:
         loop = asyncio.get_running_loop()
         most_seconds = self.most_seconds + READ_SECONDS
         end = loop.call_later(most_seconds, asyncio.current_task().cancel)
+        # HEAD is answered as GET: uvicorn leaves the body out.
+        inner = scope | ({"method": "GET"} if scope["method"] == "HEAD" else {})
         try:
             key_number = self.check(scope, headers)
-            await self.app(scope, in_time(receive, body_seconds), send_with_id)
+            await self.app(inner, in_time(receive, body_seconds), send_with_id)
         except ApiError as error:
             await error.response(scope, receive, send_with_id)
         except TooSlow:
@@ -150,7 +152,8 @@ class Guard:
         finally:
             end.cancel()
             self.n_open -= is_counted
-            self.log(scope, request_id, status, begun, key_number)
+            route = inner.get("route")
+            self.log(scope | {"route": route}, request_id, status, begun, key_number)
 
     def check(self, scope, headers: dict) -> int | None:
         """The number of the request's key, from 1. ApiError for a request that is refused."""

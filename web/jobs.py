@@ -458,7 +458,9 @@ def progress_of(job: Job, runs: Runs) -> dict:
     it is late.
     """
     with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(UserError, OSError):
-        seconds = [passed for passed in columns.values["seconds"][-100:] if math.isfinite(passed)]
+        seconds = [
+            passed for passed in columns.metrics.steps["seconds"][-100:] if math.isfinite(passed)
+        ]
         if seconds:
             step = columns.steps[-1]
             written_at = (job.run_dir / "metrics.jsonl").stat().st_mtime
@@ -497,14 +499,14 @@ def loss_at(columns: Columns, step: int) -> float | None:
     place = bisect.bisect_left(columns.steps, step)
     if place == len(columns.steps) or columns.steps[place] != step:
         return None
-    return float(f"{columns.values['loss'][place]:.7g}")
+    return float(f"{columns.metrics.steps['loss'][place]:.7g}")
 
 
 def checkpoints_of(job: Job, runs: Runs) -> list[dict]:
     """The checkpoints of a job, oldest first. Each name is a model: see serving/catalog.py."""
     found = []
     with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(UserError, OSError):
-        held_out = dict(columns.vals)
+        held_out = dict(zip(*columns.metrics.validation(), strict=True))
         name = job.asked["fine_tuned_model"]
         for path in checkpoint.complete(job.run_dir / "checkpoints"):
             step = checkpoint.number(path)

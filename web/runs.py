@@ -8,7 +8,7 @@
 
 There may be hundreds of runs of millions of rows. The list reads the last megabyte of a file, and
 nothing of a file that has not changed. A curve's file is read once, from where the reading before
-ended (`Columns`): 32 bytes stay in memory for a row, and the runs that were asked for least
+ended (`Columns`): 36 bytes stay in memory for a row, and the runs that were asked for least
 recently are forgotten. Its points keep the minima and maxima of the rows between them.
 
 A name is a path below a root, at most three folders deep. Links are not followed.
@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from fastapi import FastAPI, Query
 from fastapi.responses import HTMLResponse
 
@@ -194,7 +193,8 @@ class Runs:
         folder = self.folder(name)
         scores = self.about(name)["evaluation"]
         with self.curve_lock:
-            record = self.read(folder).record(scores)
+            columns = self.read(folder)
+            record = card.record(columns.metrics, scores, columns.problem)
         try:
             return public(card.page(folder, name, record))
         except (UserError, OSError) as error:
@@ -368,7 +368,7 @@ class Summary:
         path = self.folder / "metrics.jsonl"
         require_no_link(path)
         with files.open_regular(path) as file:
-            first, _ = parsed(file.readline(TAIL_BYTES))
+            first, _ = runlog.parse(file.readline(TAIL_BYTES))
             lines = last_lines(file)
         rows = {key: last_row(lines, key) for key in ("loss", "val_loss", "icl")}
         has_row = any(rows.values())
@@ -450,21 +450,11 @@ def last_row(lines: bytes, key: str) -> dict:
         if place < 0:
             break
         begin = lines.rfind(b"\n", 0, place) + 1
-        row, fault = parsed(lines[begin : lines.find(b"\n", place)])
-        if not fault and key in row:
+        row, _ = runlog.parse(lines[begin : lines.find(b"\n", place)])
+        if row and key in row:
             return row
         end = begin
     return {}
-
-
-def parsed(line: bytes) -> tuple[dict, str]:
-    """(row, "") of a line of metrics.jsonl, or ({}, what is wrong with it)."""
-    try:
-        row = files.parse_json(line, "a line")
-    except UserError as error:
-        return {}, str(error)
-    fault = files.missing(row, {"step": int}) or runlog.fault(row)
-    return ({}, f"a line is damaged ({fault})") if fault else (row, "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -486,10 +476,12 @@ class Columns:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self.steps = array("q")
-        self.values = {name: array("f") for name in READ}  # NaN where a row has none
-        self.vals = []  # (step, validation loss)
-        self.n_bad, self.first_bad = 0, ""  # lines that are damaged, and what is wrong with one
+        self.metrics = runlog.Metrics(READ)
+
+    @property
+    def steps(self) -> array:
+        """The step of each row."""
+        return self.metrics.steps["step"]
 
     @property
     def problem(self) -> str | None:
@@ -499,9 +491,7 @@ class Columns:
         if self.tail.size - self.tail.offset > CHUNK:
             share = self.tail.offset / self.tail.size
             return f"{share:.0%} of metrics.jsonl have been read: ask again"
-        if self.n_bad:
-            return runlog.damaged_lines(Path("metrics.jsonl"), self.n_bad, self.first_bad)
-        return None
+        return self.metrics.problem(Path("metrics.jsonl"))
 
     def read(self, deadline: float) -> None:
         """Read the complete lines that are new, until a moment of time.monotonic()."""
@@ -512,9 +502,7 @@ class Columns:
                 is_another, lines = self.tail.read(CHUNK)
                 if is_another:
                     self.clear()
-                for line in lines.split(b"\n"):
-                    if line.strip():
-                        self.add_row(*parsed(line))
+                self.metrics.add(lines)
                 if not lines or time.monotonic() >= deadline:
                     return
         except FileNotFoundError:
@@ -523,49 +511,17 @@ class Columns:
             self.begin()
             self.unreadable = words_of(error)
 
-    def add_row(self, row: dict, fault: str) -> None:
-        """Add a row, or note what is wrong with it."""
-        if fault:
-            self.n_bad += 1
-            self.first_bad = self.first_bad or fault
-        if "loss" in row:
-            self.steps.append(row["step"])
-            for name in READ:
-                value = row.get(name)
-                self.values[name].append(math.nan if value is None else value)
-        if "val_loss" in row:
-            self.vals.append((row["step"], row["val_loss"]))
-
     def last_value(self, column: str) -> float | None:
         """The value of a column at the last step; None if there is none."""
-        value = self.values[column][-1] if self.steps else math.nan
+        value = self.metrics.steps[column][-1] if self.steps else math.nan
         return float(f"{value:.7g}")
 
     def curve(self, column: str, points: int, after: int) -> dict:
         """x, low, mean and high of the steps after one."""
-        found = plot.envelope(np.array(self.steps), self.values[column], points, after)
+        found = plot.envelope(self.steps, self.metrics.steps[column], points, after)
         return dict(zip(("x", "low", "mean", "high"), found, strict=True))
-
-    def record(self, scores: dict) -> card.Record:
-        """What a card needs."""
-        loss, val = self.curve("loss", card.POINTS, -1), self.validation(card.POINTS, -1)
-        return card.Record(
-            train=tuple(loss.values()),
-            val=tuple(val.values()),
-            tokens_per_second=self.median("tokens_per_second"),
-            mfu=self.median("mfu"),
-            scores=scores,
-            problem=self.problem,
-        )
-
-    def median(self, column: str) -> float | None:
-        """The median of a column; None if it has no number."""
-        values = np.array(self.values[column], np.float64)
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else None
 
     def validation(self, points: int, after: int) -> dict:
         """x and y of the validation losses of the steps after one."""
-        steps = np.array([step for step, _ in self.vals], np.int64)
-        x, _, mean, _ = plot.envelope(steps, [loss for _, loss in self.vals], points, after)
+        x, _, mean, _ = plot.envelope(*self.metrics.validation(), points, after)
         return {"x": x, "y": mean}

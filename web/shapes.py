@@ -32,7 +32,8 @@ MOST_TOKENS = 2**31
 LONGEST_STOP = 256  # characters
 LONGEST_MESSAGE = 400  # characters of an error: it may quote what a client has sent
 MAX_SEED = 2**63 - 1
-FOLDERS = re.compile(r"(?<![\w.~/:-])/(?:[^\s/'\"`,;()<>]+/)+")  # of an absolute path
+# Of an absolute path; an address such as s3://bucket/folder has none.
+FOLDERS = re.compile(r"((?<![\w.~/-])|(?<=file://))/(?:[^\s/'\"`,;()<>]+/)+")
 
 
 class ApiError(Exception):
@@ -143,6 +144,7 @@ NEUTRAL = {
     "tool_choice": ["none", "auto"],
     "function_call": ["none"],
     "modalities": [["text"]],
+    "type": ["text", "message"],
 }
 
 

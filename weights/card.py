@@ -111,30 +111,30 @@ class Record:
 def record_of(run_dir: Path) -> Record:
     """The record of a run; an empty one if it has no metrics. OSError if they cannot be read."""
     try:
-        rows, bad = runlog.read_metrics(run_dir)
+        metrics = runlog.read_columns(run_dir, ("tokens_per_second", "mfu"))
     except UserError:
         return Record(scores=results_in(run_dir))
-    steps, vals = ([row for row in rows if key in row] for key in ("loss", "val_loss"))
-    tasks = [row["icl"] for row in rows if "icl" in row]
+    scores = scores_of(metrics.tasks) | results_in(run_dir)
+    return record(metrics, scores, metrics.problem(Path("metrics.jsonl")))
 
-    def column(some: list[dict], key: str) -> tuple:
-        """An envelope of the rows that have a key."""
-        found = [(row["step"], row[key]) for row in some if is_finite(row.get(key))]
-        return plot.envelope(*(zip(*found, strict=True) if found else ((), ())), POINTS)
 
-    def median(key: str) -> float | None:
-        values = [row[key] for row in steps if is_finite(row.get(key))]
-        return statistics.median(values) if values else None
-
-    x, _, y, _ = column(vals, "val_loss")
+def record(metrics: runlog.Metrics, scores: dict, problem: str | None) -> Record:
+    """The record of metrics that have been read."""
+    x, _, y, _ = plot.envelope(*metrics.validation(), POINTS)
     return Record(
-        train=column(steps, "loss"),
+        train=plot.envelope(metrics.steps["step"], metrics.steps["loss"], POINTS),
         val=(x, y),
-        tokens_per_second=median("tokens_per_second"),
-        mfu=median("mfu"),
-        scores=scores_of(tasks[-1] if tasks else {}) | results_in(run_dir),
-        problem=runlog.damaged_lines(Path("metrics.jsonl"), len(bad), bad[0]) if bad else None,
+        tokens_per_second=median(metrics.steps["tokens_per_second"]),
+        mfu=median(metrics.steps["mfu"]),
+        scores=scores,
+        problem=problem,
     )
+
+
+def median(values) -> float | None:
+    """The median of the finite values; None if there are none."""
+    finite = list(filter(is_finite, values))
+    return statistics.median(finite) if finite else None
 
 
 def scores_of(tasks: dict) -> dict[str, dict]:

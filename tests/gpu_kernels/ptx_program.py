@@ -2,115 +2,35 @@
 
 import functools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 
 class Unsupported(Exception):
     """An instruction, or a form of it, that this interpreter does not know."""
 
 
-# --- Reading
-
-
-class Address(NamedTuple):
-    """[base + offset]: a register, a parameter or the beginning of shared memory; bytes."""
-
-    base: str
-    offset: int
-
-
-class Instruction(NamedTuple):
-    """`@%p1 ld.global.v2.b32 {%r1, %r2}, [%rd1 + 8];`"""
-
-    text: str
-    guard: str | None  # the predicate of the threads that execute it; None: all do
-    negated: bool
-    name: str  # ld
-    suffixes: list[str]  # global, v2, b32
-    operands: list  # names and numbers as text, lists of them, addresses
-
-
-@dataclass
-class Program:
-    """A kernel."""
-
-    parameters: list[str] = field(default_factory=list)
-    registers: dict[str, np.dtype] = field(default_factory=dict)  # by their prefix: %r, %rd
-    labels: dict[str, int] = field(default_factory=dict)  # the instruction that follows
-    instructions: list[Instruction] = field(default_factory=list)
-
-    def word(self, space: str) -> int:
-        """Bytes of the narrowest access to "global" or "shared" memory, at most 4."""
-        accesses = [i for i in self.instructions if i.name in ("ld", "st") and space in i.suffixes]
-        return min([TYPES[i.suffixes[-1]].itemsize for i in accesses], default=4)
-
+# --- Arithmetic
 
 TYPES = {
     f"{letter}{bits}": np.dtype(f"{kind}{bits // 8}")
     for letter, kind in (("b", "u"), ("u", "u"), ("s", "i"))
-    for bits in (8, 16, 32, 64)
+    for bits in (16, 32, 64)
 }
-TYPES |= {"f32": np.dtype("f4"), "f32x2": np.dtype("f4"), "pred": np.dtype(bool)}
-
-
-@functools.lru_cache(maxsize=32)
-def parse(ptx: str) -> Program:
-    """The one kernel of a module."""
-    program = Program()
-    head, _, body = ptx.partition(".visible .entry")[2].partition("\n{")
-    program.parameters = re.findall(r"\.param [^,\n]*?(\w+_param_\d+)", head)
-    for line in body.partition("\n}")[0].splitlines():
-        line = line.partition("//")[0].strip()
-        if label := re.fullmatch(r"(\$\w+):", line):
-            program.labels[label[1]] = len(program.instructions)
-        elif declared := re.fullmatch(r"\.reg \.(\w+)\s+(%\w+?)<\d+>;", line):
-            program.registers[declared[2]] = TYPES[declared[1]]
-        elif line and not line.startswith((".loc", ".pragma")):
-            program.instructions.append(parse_instruction(line))
-    return program
-
-
-def parse_instruction(text: str) -> Instruction:
-    """One line."""
-    found = re.fullmatch(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*);", text)
-    if not found:
-        raise Unsupported(text)
-    negation, guard, operation, rest = found.groups()
-    name, *suffixes = operation.replace("shared::cta", "shared").split(".")
-    operands = []
-    for operand in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest):
-        if operand.startswith("{"):
-            operands.append(re.findall(r"[^\s,{}]+", operand))
-        elif operand.startswith("["):
-            base, _, offset = operand.strip("[ ]").partition("+")
-            operands.append(Address(base.strip(), int(offset or 0)))
-        else:
-            operands.append(operand)
-    return Instruction(text, guard, negation == "!", name, suffixes, operands)
-
-
-# --- Arithmetic: what one thread does with its own registers
+TYPES |= {"f32": np.dtype("f4"), "f32x2": np.dtype(("f4", 2)), "pred": np.dtype(bool)}
+HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def to_fp32(bits, kind: str):
     """16-bit patterns of "bf16" or "f16" as fp32."""
-    if kind == "bf16":
-        return (bits.astype("u4") << 16).view("f4")
-    return bits.view("f2").astype("f4")
+    return torch.from_numpy(bits.view("i2")).view(HALVES[kind]).float().numpy()
 
 
 def from_fp32(x, kind: str):
     """fp32 as 16-bit patterns: to the nearest, ties to even."""
-    if kind == "f16":
-        return x.astype("f2").view("u2")
-    bits = x.view("u4")
-    last_kept = (bits >> 16) & 1
-    rounded = ((bits + 0x7FFF + last_kept) >> 16).astype("u2")
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+    return torch.from_numpy(x).to(HALVES[kind]).view(torch.int16).numpy().view("u2")
 
 
 def fma(a, b, c):
@@ -118,62 +38,107 @@ def fma(a, b, c):
     return (a.astype("f8") * b.astype("f8") + c.astype("f8")).astype("f4")
 
 
-def shift_left(x, count):
-    """Zero if the count is at least the width."""
-    bits = 8 * x.dtype.itemsize
-    shifted = x << np.minimum(count, bits - 1).astype(x.dtype)
-    return np.where(count < bits, shifted, np.zeros_like(x))
-
-
-def shift_right(x, count):
-    """Copies of the sign enter if x is signed, else zeros."""
-    bits = 8 * x.dtype.itemsize
-    if x.dtype.kind == "i":
-        return x >> np.minimum(count, bits - 1).astype(x.dtype)
-    return np.where(count < bits, x >> np.minimum(count, bits - 1).astype(x.dtype), 0)
-
-
 def bit_field(x, start, length):
-    """`length` bits of x from bit `start` on: 32 bits, with its sign if x is signed."""
-    above = np.minimum(start + length, 32)
-    wide = x.astype("i8") << (64 - above).astype("i8")  # the field is at the top
-    if x.dtype.kind == "u":
-        wide = wide.view("u8")
-    return (wide >> (64 - above + start).astype(wide.dtype)).astype(x.dtype)
+    """`length` bits of x from bit `start` on, with their sign if x is signed."""
+    bits = 8 * x.itemsize
+    return x << (bits - start - length) >> (bits - length)
 
 
-def several(function: Callable) -> Callable:
-    """Of two operands, or of three (sm_100 and later)."""
-    return lambda *operands: functools.reduce(function, operands)
-
-
-# Operands and result have one type, but counts of bits are u32.
+# Operands and result have one type. min and max of floats ignore NaN.
 # fmt: off
 ELEMENTWISE = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": fma,
-    "min": several(np.fmin), "max": several(np.fmax), "ex2": np.exp2,
+    "min": np.fmin, "max": lambda *operands: functools.reduce(np.fmax, operands),
     "neg": np.negative, "abs": np.abs, "copysign": lambda sign, x: np.copysign(x, sign),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "shl": shift_left, "shr": shift_right, "bfe": bit_field, "mov": lambda x: x,
-}
-COMPARISONS = {
+    "shl": np.left_shift, "shr": np.right_shift, "bfe": bit_field, "ex2": np.exp2,
+    "mad": lambda a, b, c: a * b + c,  # and those of setp:
     "eq": np.equal, "lt": np.less, "le": np.less_equal,
     "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal,
 }
 # fmt: on
-COUNTS = {"shl", "shr", "bfe"}
 
 
 @functools.lru_cache(maxsize=4096)
-def constant(text: str, dtype: np.dtype, threads: int):
-    """An immediate operand, one entry for each thread. Shared memory begins at address 0."""
-    if text == "global_smem":
-        return np.zeros(threads, dtype)
+def constant(text: str, kind: str, threads: int):
+    """An immediate operand, one entry for each thread."""
+    dtype = TYPES[kind]
     if text.startswith("0f"):
         return np.full(threads, int(text[2:], 16), "u4").view(dtype)
-    if not re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
-        raise Unsupported(f"the operand {text}")
-    value = int(text, 0)
-    if dtype.kind == "b":
-        return np.full(threads, value != 0)
-    return np.full(threads, value % (1 << 8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
+    value = int(text, 0) % (1 << 8 * dtype.itemsize)
+    return np.full(threads, value, f"u{dtype.itemsize}").view(dtype)
+
+
+def join(parts: list):
+    """Numbers of the same width side by side in one, the first in the low bits."""
+    return np.stack(parts, 1).view(f"u{len(parts) * parts[0].itemsize}")[:, 0]
+
+
+# --- Reading PTX
+
+# What this interpreter can execute: operations, and operands where they matter.
+INTEGER = "[bsu](16|32|64)"
+KNOWN = [
+    r"(add|sub|mul|fma)(\.rn)?(\.ftz)?\.f32(x2)?",
+    r"(min|max|neg|abs|copysign|div\.(full|approx)|ex2\.approx(\.ftz)?)\.f32",
+    rf"(add|sub|min|max|neg|abs|shl|shr|bfe|mul\.lo|mad\.lo)\.{INTEGER}",
+    rf"(and|or|xor|not|mov|selp)\.({INTEGER}|f32|pred)",
+    r"(mul|mad)\.wide\.[su]32",
+    rf"setp\.((eq|ne|lt|le|gt|ge)\.{INTEGER}|(eq|lt|le|gt|ge)\.f32)",
+    rf"cvt\.({INTEGER}\.{INTEGER}|rn\.f32\.{INTEGER}|f32\.b?f16|rn\.b?f16(x2)?\.f32)",
+    r"shfl\.sync\.(bfly|idx)\.b32 [^|]+, 31, -1",
+    r"redux\.sync\.(min|max)\.s32",
+    r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16\.bf16|f16\.f16)\.f32",
+    r"(ldmatrix|stmatrix)\.sync\.aligned\.m8n8\.x4\.shared\.b16",
+    r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16",
+    r"wgmma\.(fence|commit_group|wait_group)\.sync\.aligned",
+    r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.(bf16\.bf16|f16\.f16) .+, 1, 1(, [01])+",
+    rf"(ld\.param|(ld|st)\.(global|shared)(\.v[24])?)\.{INTEGER}",
+    r"cp\.async\.(c[ag]\.shared\.global|commit_group|wait_group)",
+    r"bar\.sync 0|fence\.proxy\.async\.shared|bra(\.uni)?|ret",
+]
+
+
+class Instruction(NamedTuple):
+    """`@%p1 ld.global.v2.b32 {%r1, %r2}, [%rd1 + 8];`"""
+
+    text: str
+    guard: str | None  # %p1, or !%p1: which threads execute it; None: all do
+    name: str  # ld
+    suffixes: list[str]  # global, v2, b32
+    operands: list  # ["%r1", "%r2"], ("%rd1", 8)
+
+
+@functools.lru_cache(maxsize=32)
+def parse(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The one kernel of a module, and which instruction follows each label."""
+    instructions, labels = [], {}
+    body = ptx.partition(".visible .entry")[2].partition("\n{")[2].partition("\n}")[0]
+    for line in body.splitlines():
+        line = line.partition("//")[0].strip()
+        if label := re.fullmatch(r"(\$\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif line and not line.startswith((".reg", ".loc", ".pragma")):
+            instructions.append(parse_instruction(line))
+    return instructions, labels
+
+
+def parse_instruction(text: str) -> Instruction:
+    """One line. Unsupported if it is not known."""
+    spaced = re.sub(r"\s+", " ", text.replace("shared::cta", "shared"))
+    spaced = spaced.replace("global_smem", "0")  # the address at which shared memory begins
+    found = re.fullmatch(r"(?:@(!?%\w+) )?([^ ;]+) ?(.*);", spaced)
+    guard, operation, rest = found.groups() if found else (None, "", "")
+    if not re.fullmatch(f"({'|'.join(KNOWN)})( .*)?", f"{operation} {rest}".strip()):
+        raise Unsupported(text)
+    name, *suffixes = operation.split(".")
+    operands = []
+    for operand in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest):
+        if operand.startswith("{"):
+            operands.append(re.findall(r"[^\s,{}]+", operand))
+        elif operand.startswith("["):  # a register, a parameter or a number, and bytes
+            base, _, offset = operand.strip("[ ]").partition("+")
+            operands.append((base.strip(), int(offset or 0)))
+        else:
+            operands.append(operand)
+    return Instruction(text, guard, name, suffixes, operands)

@@ -4,16 +4,21 @@ import html
 import importlib.util
 import json
 import math
+import os
 import re
+import subprocess
 import sys
+import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
-from lifecycle import plot
+from lifecycle import plot, runlog
 from program import UserError
 
 PICTURES = importlib.util.find_spec("matplotlib") is not None
+ROOT = Path(__file__).resolve().parents[2]
 HASH = {1: "aa", 2: "bb", 3: "cc", 4: "dd"}
 
 
@@ -64,18 +69,62 @@ def test_running_means_are_over_a_fiftieth_of_the_run(tmp_path):
     assert [value for _, value in plot.curves(run, "lr")[0]] == [1, 0] * 50
 
 
-def test_a_long_run_costs_memory_in_proportion_to_its_steps():
-    rows = [step(s, 3 + s % 7) for s in range(1, 50_001)]
-    run = plot.Run("run", rows, [], [])
+def test_a_step_of_huge_values_is_in_the_means_of_its_window_alone(tmp_path):
+    rows = [step(s, 1.0 if s != 10 else 1e30) for s in range(1, 101)]  # a window has two steps
+    run = plot.read(folder(tmp_path / "run", rows))
+    means = [value for _, value in plot.curves(run, x="step")[0]]
+    assert [at for at, mean in enumerate(means, 1) if mean != 1.0] == [10, 11]
+
+
+def long_rows(n):
+    """Rows as fsdp_train writes them, and an evaluation every 500 steps."""
+    for number in range(1, n + 1):
+        more = {"tokens_per_second": 1e5 + number, "mfu": 0.4, "memory_gb": 1.25, "skipped": False}
+        more |= {"lr": 1e-3 / number, "grad_norm": 0.5, "batch_hash": f"{number:016x}"}
+        more |= {"slowest_rank": 0, "slowest_by": 1.0123456789}
+        yield step(number, 3 + number % 7 + 1 / number, **more)
+        if number % 500 == 0:
+            yield val(number, 3.5)
+
+
+def test_of_a_long_run_few_rows_are_parsed_and_none_is_kept_as_a_dict(tmp_path, monkeypatch):
+    path = folder(tmp_path / "run", long_rows(40_000))
+    parsed = []
+    parse = runlog.parse
+    monkeypatch.setattr(runlog, "parse", lambda *line: parsed.append(1) or parse(*line))
     tracemalloc.start()
-    train, _ = plot.curves(run, x="step")
+    run = plot.read(path, ["loss"])
+    train, validation = plot.curves(run, x="step")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 50e6  # 400e6 if each point has a list of its window
-    assert len(train) <= 2 * plot.MOST_POINTS and train[-1][0] == 50_000
+    assert peak < 25e6  # bytes; dicts are 45e6, and a list of each point's window 400e6
+    assert len(parsed) < 6000
+    assert len(validation) == 80
+    assert len(train) <= 2 * plot.MOST_POINTS and train[-1][0] == 40_000
+    losses = [3 + number % 7 + 1 / number for number in range(1, 40_001)]
     for at, mean in train[:: len(train) // 50]:
-        window = [row["loss"] for row in rows[max(0, at - 1000) : at]]
+        window = losses[max(0, at - 800) : at]
         assert mean == pytest.approx(sum(window) / len(window))
+
+
+@pytest.mark.slow
+def test_a_million_steps_cost_less_than_a_gigabyte_and_little_time(tmp_path):
+    """Processor seconds, against those of parsing as many such rows: 5 s where that takes 5 s."""
+    path = folder(tmp_path / "run", long_rows(1_000_000))
+    with open(f"{path}/metrics.jsonl", "rb") as file:
+        lines = [next(file) for _ in range(100_000)]
+    begin = time.process_time()
+    for line in lines:
+        json.loads(line)
+    parsing = 10 * (time.process_time() - begin)
+
+    process = subprocess.Popen([sys.executable, "-m", "lifecycle.plot", path], cwd=ROOT)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert used.ru_maxrss * unit < 1e9
+    assert used.ru_utime + used.ru_stime < 2 * parsing + 2
 
 
 def test_what_is_no_number_is_not_drawn(tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -268,6 +269,44 @@ def test_a_damaged_line_costs_no_other_row(tmp_path, capsys, damage):
     opened(tmp_path, first_step=5)
     assert capsys.readouterr().out == "" and steps_in(log.path) == [1, 2, 4, 5]
     assert len(list((tmp_path / "run").glob("metrics.jsonl.*"))) == 1
+
+
+def test_columns_are_those_of_the_rows(tmp_path):
+    """Whatever is in the file, and wherever it is cut: rows of any columns in any order, values
+    that are odd or damaged, bytes of any kind."""
+    chance = random.Random(0)
+    odd = [math.nan, math.inf, None, True, 7, -1, 2**62, 10**30, 1e-30, 1e300, "1.5", "a\n", {}, []]
+    whole = row(1, mfu=0.5, batch_hash="00ff", skipped=False, lr=1e-5, seconds=0.25)
+    for _ in range(30):
+        lines = []
+        for number in range(1, 200):
+            made = whole | {"step": number, "loss": chance.random()}
+            if chance.random() < 0.3:
+                made[chance.choice([*made, "val_loss", "of_tomorrow"])] = chance.choice(odd)
+            if chance.random() < 0.1:
+                made = dict(chance.sample(list(made.items()), chance.randrange(len(made))))
+            line = json.dumps(made).encode()
+            if chance.random() < 0.1:
+                at = chance.randrange(len(line))
+                line = line[:at] + chance.randbytes(chance.randrange(2)) + line[at + 1 :]
+            lines.append(line + chance.choice([b"\n"] * 20 + [b"\r\n", b"\n\n", b" \n", b""]))
+        (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+        rows, bad = runlog.read_metrics(tmp_path)
+        steps = [row for row in rows if "loss" in row]
+        with open(tmp_path / "metrics.jsonl", "rb") as file:
+            metrics = runlog.Metrics(whole)
+            while lines := file.readlines(chance.choice([1, 1000, 10**6])):
+                metrics.add(b"".join(lines))
+        assert (metrics.n_bad, metrics.first_bad) == (len(bad), bad[0] if bad else "")
+        assert metrics.evaluations == [row for row in rows if "val_loss" in row]
+        for name, values in metrics.steps.items():
+            missing = runlog.kind_of(name).missing
+            expected = [row[name] if row.get(name) is not None else missing for row in steps]
+            if isinstance(missing, float):
+                typecode = "d" if name == "loss" else "f"
+                assert array(typecode, expected).tobytes() == values.tobytes()
+            else:
+                assert list(values) == expected
 
 
 def test_each_damaged_file_is_kept(tmp_path):

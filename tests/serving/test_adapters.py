@@ -17,9 +17,8 @@ from config import LINEAR_LAYERS, MPTConfig, TrainConfig
 from model import seeded
 from program import UserError
 from serving.adapters import BASE, AdapterBank, bank_for, layers_of, write_random
-from serving.decoder import Decoder
+from serving.decoder import Decoder, can_pack
 from serving.engine import Engine, Request
-from serving.packed_linear import can_pack
 from serving.sampling import Sampling
 from serving.speed import Speed
 from serving.stream import Text, write

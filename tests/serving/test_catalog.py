@@ -268,6 +268,7 @@ def test_a_name_may_mean_any_adapter_in_the_folder(catalog, folder):
     write_run(folder / "mine", step=7, max_steps=10)
     for name, path, end in [
         ("org/poems", "team/poems", "team/poems"),
+        ("team/poems", "team/poems", "team/poems"),
         ("absolute", str(folder / "team/poems"), "team/poems"),
         ("newest", "mine", "step-7"),
         ("earlier", "mine/checkpoints/step-5", "step-5"),
@@ -275,7 +276,27 @@ def test_a_name_may_mean_any_adapter_in_the_folder(catalog, folder):
         catalog.load(name, path)
         assert catalog.find(name).path.endswith(end)
     catalog.scan()
-    assert names(catalog) == ["base", "absolute", "earlier", "newest", "org/poems"]
+    assert names(catalog) == ["base", "absolute", "earlier", "newest", "org/poems", "team/poems"]
+
+
+def test_checkpoints_of_a_run_are_models_until_they_are_gone(catalog, folder):
+    write_adapter(folder / "poems", CFG)
+    for step in (5, 7):
+        write_run(folder / "mine", step=step, max_steps=10)
+    first, other = (f"mine/checkpoints/step-{step}" for step in (5, 7))
+    assert catalog.find(first).path.endswith(first)
+    catalog.load("its/checkpoints/step-5", "poems")  # a name that leads elsewhere
+    key = catalog.find(first).key
+    catalog.scan()
+    assert names(catalog) == ["base", "its/checkpoints/step-5", first, "poems"]
+    assert catalog.find(first).key == key and catalog.read(key)  # a text may wait for it
+    for name in (f"{first}0", "x/checkpoints/step-5"):
+        assert "no adapter in" in refusal(catalog.find, name)
+    assert "is not inside" in refusal(catalog.find, "../checkpoints/step-5")
+    shutil.rmtree(folder / "mine/checkpoints/step-5")
+    catalog.scan()
+    assert first not in names(catalog) and catalog.find(other)
+    assert "no adapter in" in refusal(catalog.find, first)
 
 
 def test_what_was_unloaded_stays_away_until_it_is_loaded(catalog, folder):

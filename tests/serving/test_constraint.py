@@ -241,6 +241,15 @@ def test_each_date_exists():
         assert takes(times.copy(), f'"{text}T10:00:00Z"') == exists, text
 
 
+@pytest.mark.parametrize("name", ["const", "enum", "properties", "day"])
+def test_dates_exist_whatever_the_name_of_their_property(name):
+    date = {"type": "string", "format": "date"}
+    schema = {"properties": {name: date}, "required": [name]}
+    assert takes(CONSTRAINTS.schema(schema), json.dumps({name: "2024-02-29"}))
+    assert not takes(CONSTRAINTS.schema(schema), json.dumps({name: "2023-02-29"}))
+    assert takes(CONSTRAINTS.schema({"const": {name: date}}), json.dumps({name: date}))
+
+
 def test_a_name_of_a_host_has_a_length():
     name = ".".join(["a" * 60] * 4)
     for length, fits in [(250, True), (253, True), (254, False)]:
@@ -323,6 +332,7 @@ def test_bounds_that_may_meet_in_one_number_are_looked_at_together():
     meeting = [
         {"allOf": [positive, small]},
         {"$ref": "#/$defs/a", "$defs": {"a": positive}, **small},
+        {"oneOf": [positive], **small},
         {"properties": {"a": positive}, "patternProperties": {"a": small}},
         {"properties": {"a": positive}, "anyOf": [{"properties": {"a": small}}]},
     ]

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from config import MPTConfig
 from model import MPT, init_weights
-from serving.decoder import Decoder, generate, pick_dtype
-from serving.packed_linear import PackedLinear, can_pack
+from serving.decoder import Decoder, PackedLinear, can_pack, generate, pick_dtype
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

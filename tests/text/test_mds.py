@@ -96,6 +96,7 @@ def test_several_folders_are_read_in_order_but_not_if_one_is_for_validation(copy
 @pytest.mark.parametrize("name, is_question", [
     ("values", False), ("valley-texts", False), ("testimony", False), ("evaluations", False),
     ("val", True), ("Valid.1", True), ("validation-00", True), ("test2", True), ("eval", True),
+    ("tests", True), ("evals", True), ("testset", True), ("valset_1", True),
 ])  # fmt: skip
 def test_what_is_for_validation_is_said_by_a_word(copy, tmp_path, name, is_question):
     copy("zstd", "train")

@@ -210,8 +210,8 @@ SOMEWHERE = "/home/anna/secret/base"
 PATHS = {  # a file of a job -> what is in it
     "state.json": {"status": "failed", "error": {"message": f"the base is gone from {SOMEWHERE}"}},
     "events.jsonl": {"created_at": 1.0, "level": "info", "message": f'File "{SOMEWHERE}", line 3'},
-    "config.json": {"max_steps": 9, "init_from": SOMEWHERE, "run_dir": "/home/anna/secret/run"},
-    "launches.jsonl": {"first_step": 0, "command": f"fsdp_train.py --init_from={SOMEWHERE}"},
+    "config.json": {"max_steps": 9, "init_from": SOMEWHERE, "remote": f"file://{SOMEWHERE}"},
+    "launches.jsonl": {"first_step": 0, "command": f"fsdp_train.py --init_from=x:{SOMEWHERE}"},
 }
 
 

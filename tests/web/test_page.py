@@ -77,7 +77,7 @@ def test_the_page_needs_no_key_and_what_it_shows_does(port):
     policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
     assert policy["default-src"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-    for path in ("/api/about", "/api/runs", "/api/plan/choices", "/v1/models"):
+    for path in ("/api/about", "/api/runs", "/v1/models"):
         assert get(port, path)[0] == 401
     nothing = {"model": None, "jobs": False, "worker": None, "runs": False, "chat": False}
     assert json.loads(get(port, "/api/about", KEY)[2]) == nothing
@@ -243,7 +243,7 @@ def test_names_that_every_object_has_break_no_view(browser, tmp_path):
 @pytest.mark.slow
 def test_the_keyboard_is_enough_and_a_new_step_appears_by_itself(browser, runs):
     with viewer({"": runs}) as port:
-        page = Visit(browser, port).open("planner")
+        page = Visit(browser, port).open("evaluation")
         page.get_by_role("link", name="Runs").focus()
         page.keyboard.press("Enter")
         page.get_by_label("Choose team/second").focus()
@@ -427,7 +427,6 @@ SEEN = {  # view: what is there as soon as it has loaded
     "runs": "#run-chart polyline",
     "evaluation": "#evaluation-status",
     "jobs": "#job-list li",
-    "planner": "#plan-model option",
 }
 
 

@@ -401,13 +401,30 @@ def test_a_field_that_would_change_a_text_is_refused_by_name(served, path):
 
 def test_messages_as_the_client_gives_them_back(client, served):
     """An answer of OpenAI's client becomes a message with all of its fields, most of them null."""
-    messages = [{"role": "user", "content": "hello", "name": "anna"}]
+    messages = [{"role": "user", "content": "hello", "name": "anna", "type": "text"}]
     asked = dict(model="run", max_tokens=3)
     first = client.chat.completions.create(messages=messages, **asked).choices[0].message
     messages += [first.model_dump(), {"role": "user", "content": "more"}]
     assert client.chat.completions.create(messages=messages, **asked).choices[0].message.content
     status, body = served.post("/v1/chat/completions", CHAT | {"top_logprobs": 3})
     assert status == 400 and "top_logprobs needs logprobs" in body["error"]["message"]
+
+
+def test_head_is_answered_as_get_without_a_body(served):
+    for path in ("/health", "/metrics", "/v1/models", "/v1/models/anna", "/", "/openapi.json"):
+        status, headers, text = served.request("HEAD", path)
+        assert status == 200 and int(headers["content-length"]) > 0 and text == "", path
+    assert served.request("HEAD", "/v1/completions")[0] == 405
+    assert served.request("HEAD", "/v1/models/nobody")[0] == 404
+
+
+STRANGE = ["nobody", "a" * 300, "\0", "\ud800", "..", "anna"]
+
+
+def test_a_name_like_that_of_a_checkpoint_is_a_model_or_404(served):
+    for name in [*(f"{name}/checkpoints/step-1" for name in STRANGE), f"a/step-{'9' * 5000}"]:
+        status, body = served.post("/v1/completions", ASK | {"model": name})
+        assert status == 404 and body["error"]["code"] == "model_not_found", (name, body)
 
 
 def test_top_p_of_0_takes_the_likeliest_token(served):

@@ -4,7 +4,6 @@ export const NOTHING = "–";
 
 const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 // 3.142, 0.0123, 1.2e-5, 12,345; a dash for what is not known.
@@ -23,15 +22,8 @@ export function whole(value) {
   return WHOLE.format(Math.round(value) || 0); // never -0
 }
 
-// 17.6, 0.0123
-export const short = (value) => SHORT.format(value);
-
 // 6.65B, 130M
 export const compact = (value) => COMPACT.format(value);
-
-export function percent(share) {
-  return share === null || share === undefined ? NOTHING : `${(100 * share).toFixed(1)}\u00a0%`;
-}
 
 // How long ago a time was. seconds: since 1970.
 export function ago(seconds) {
@@ -39,18 +31,12 @@ export function ago(seconds) {
   return `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago`;
 }
 
-// 5 s, 12 min, 3 h, 12 days. digits: how the number is written.
-export function duration(seconds, digits = whole) {
-  if (seconds < 90) return `${digits(seconds)} s`;
-  if (seconds < 5400) return `${digits(seconds / 60)} min`;
-  if (seconds < 129_600) return `${digits(seconds / 3600)} h`;
-  return `${digits(seconds / 86_400)} days`;
-}
-
-export function energy(kwh) {
-  if (kwh < 1) return `${short(1000 * kwh)} Wh`;
-  if (kwh < 10_000) return `${short(kwh)} kWh`;
-  return `${short(kwh / 1000)} MWh`;
+// 5 s, 12 min, 3 h, 12 days
+export function duration(seconds) {
+  if (seconds < 90) return `${whole(seconds)} s`;
+  if (seconds < 5400) return `${whole(seconds / 60)} min`;
+  if (seconds < 129_600) return `${whole(seconds / 3600)} h`;
+  return `${whole(seconds / 86_400)} days`;
 }
 
 export function size(bytes) {

@@ -4,19 +4,18 @@ import { forgetKey, getJSON, hasKey } from "./api.js";
 import { byId } from "./dom.js";
 import * as evaluation from "./evaluation.js";
 import * as jobs from "./jobs.js";
-import * as planner from "./planner.js";
 import * as playground from "./playground.js";
 import * as runs from "./runs.js";
 
 // Each view has start(about), once, then show(parameters) and hide().
-const VIEWS = { playground, runs, evaluation, jobs, planner };
+const VIEWS = { playground, runs, evaluation, jobs };
 const NEEDS = { playground: "model", runs: "runs", evaluation: "runs", jobs: "jobs" };
 
 let about = null;
 let shown = null;
 const started = new Set();
 
-const isThere = (name) => !NEEDS[name] || Boolean(about[NEEDS[name]]);
+const isThere = (name) => Boolean(about[NEEDS[name]]);
 
 function route() {
   const [wanted, query] = location.hash.slice(1).split("?");
