@@ -134,13 +134,14 @@ def attention(
     has_alibi = alibi_slopes is not None
     if window is not None:
         return window_attention(q, k, v, impl, alibi_slopes, scale, window)
-    impl = choose(impl, q.device, q.dtype, q.shape[-1], has_alibi, dropout_p)
+    one_query = q.shape[2] == 1
+    impl = choose(impl, q.device, q.dtype, q.shape[-1], has_alibi, dropout_p, one_query)
 
     # `one_query_attention` hands PyTorch the bias in k's dtype. Its kernels compute in fp32, so
     # rounding to 16 bits would be their largest error; sdpa's columns keep the bias precise.
     precise = not has_alibi or k.dtype.itemsize > 2
     may_take_short_path = impl not in VARIANTS and impl != "reference"
-    if q.shape[2] == 1 and causal and precise and dropout_p == 0 and may_take_short_path:
+    if one_query and causal and precise and dropout_p == 0 and may_take_short_path:
         return one_query_attention(q, k, v, alibi_slopes, scale, sequence_ids)
 
     if impl == "triton":
@@ -156,8 +157,8 @@ def attention(
 def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0, one_query=False):
     """The implementation that runs: `impl` itself, or the fastest one if it is `auto`.
 
-    device: a torch.device. alibi: whether the model uses it. one_query: the kernel gets a `Window`.
-    UserError for a name that is in neither table.
+    device: a torch.device. alibi: whether the model uses it. one_query: a single query,
+    for which the kernel has a launch row of its own. UserError for a name that is in neither table.
 
     A CPU takes `blocks`, a GPU `triton` for ALiBi in 16 bits, which needs no mask and no extra
     columns there, and `sdpa` otherwise. So do GPUs for which Triton has no matrix instructions

@@ -212,6 +212,7 @@ def generate(model, ids, n_tokens):
 
 def main():
     """Train, print the losses, and let the model write."""
+    assert batch_size % n_ranks == 0, f"{n_ranks} ranks cannot share {batch_size} rows"
     if n_ranks > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cuda":

@@ -176,7 +176,9 @@ class StepGraphs:
             self.step(*key)  # compiles kernels and makes libraries ready, which no graph can hold
             graph = torch.cuda.CUDAGraph()
             # thread_local: another thread may load an adapter meanwhile
-            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+            captured = torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local")
+            # A capture that fails leaves the thread on its own stream: `stream` brings it back.
+            with torch.cuda.stream(torch.cuda.current_stream()), captured:
                 logits = self.step(*key)
         finally:
             if rows is not None:

@@ -29,7 +29,10 @@ resume() { # the demo undisturbed, and killed with -9 and resumed: figures equal
     rm -rf "$OUT/whole" "$OUT/killed"
     (run whole)
     run killed &
-    until grep -qs '"step": 60,' "$OUT/killed/metrics.jsonl"; do kill -0 $! && sleep 0.02; done
+    until grep -qs '"step": 60,' "$OUT/killed/metrics.jsonl"; do
+        kill -0 $! 2> /dev/null || wait $! # a run that has ended: with its status
+        sleep 0.02
+    done
     kill -9 $!
     wait $! || (run killed)
     grep -o '"first_step": [1-9][0-9]*' "$OUT/killed/launches.jsonl" # where it resumed

@@ -404,6 +404,19 @@ def test_auto(change, chosen, triton_runs):
     assert choose("auto", **CASE | change) == chosen
 
 
+def test_a_single_query_takes_the_kernel_only_if_it_is_right_for_one(triton_runs, monkeypatch):
+    """A single query has a launch row of its own. Compared are both rows."""
+    monkeypatch.setattr(first_use, "is_right", lambda gpu, head_dim, one_query: not one_query)
+    taken = []
+    monkeypatch.setattr(attention_module, "triton_attention", lambda *a: taken.append(a[0].shape))
+    on_a_gpu = lambda impl, device, *rest: choose(impl, GPU, *rest)  # noqa: E731
+    monkeypatch.setattr(attention_module, "choose", on_a_gpu)
+    k = torch.ones(2, 4, 9, 64, dtype=torch.bfloat16)
+    for n_queries in (9, 1):
+        attention(k[:, :, -n_queries:], k, k, alibi_slopes=alibi_slopes(4))
+    assert taken == [(2, 4, 9, 64)]
+
+
 ARCHITECTURES = dict.fromkeys(["sm_80", "sm_120", "sm_121", "gfx908", "gfx1100"], "triton")
 ARCHITECTURES |= dict.fromkeys(["sm_61", "sm_70", "sm_75", "gfx906", "gfx1030"], "sdpa")
 

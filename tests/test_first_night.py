@@ -62,9 +62,22 @@ def test_a_stage_that_is_late_or_interrupted_leaves_no_process_and_is_not_done(t
     assert not processes_of(tmp_path) and not (tmp_path / "resume.done").exists()
 
 
-def processes_of(folder) -> list[str]:
-    """The processes that have the folder in their command line."""
-    command = ["pgrep", "-f", "--", f"--run_dir={folder}"]
+@pytest.mark.slow
+def test_a_run_that_dies_too_early_ends_its_stage(tmp_path):
+    process = start(tmp_path, STAGES="resume")
+    deadline = time.monotonic() + PATIENCE
+    while not (dying := processes_of(tmp_path, "/killed")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(int(dying[0]), signal.SIGTERM)  # before its first step
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and "failed: resume, status 1" in printed, printed
+    assert len((tmp_path / "resume.log").read_text().splitlines()) < 1000
+
+
+def processes_of(folder, run="") -> list[str]:
+    """The processes that have the folder of a run in their command line."""
+    command = ["pgrep", "-f", "--", f"--run_dir={folder}{run}"]
     return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 

@@ -63,6 +63,13 @@ def test_its_settings_are_the_demos():
     assert (cfg.lr, cfg.lr * cfg.alpha_f) == (nano.peak_lr, nano.last_lr)
 
 
+@pytest.mark.slow
+def test_ranks_that_cannot_share_a_batch_are_refused(tmp_path):
+    """They would leave out some rows of each."""
+    done = launch([*TORCHRUN, "3"], tmp_path, [], program="nano.py")
+    assert done.returncode != 0 and "3 ranks cannot share 8 rows" in done.stderr
+
+
 def test_without_tokens_it_says_what_makes_them(tmp_path):
     done = launch([], tmp_path, [], program="nano.py")
     assert done.returncode != 0 and "python data.py configs/demo.py" in done.stderr

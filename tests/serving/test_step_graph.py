@@ -4,6 +4,7 @@ On a CPU a recorder stands in for CUDA's graphs (tests/tracing/recorded.py), so 
 itself runs here: static memory, buckets of rows and columns, what is hidden from whom.
 """
 
+import contextlib
 import functools
 
 import pytest
@@ -47,6 +48,7 @@ def made(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recorded.graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(step_graph, "suits", lambda decoder: True)
     monkeypatch.setattr(step_graph, "FEWEST_COLUMNS", 8)
     return graphs
@@ -197,6 +199,37 @@ def test_where_capture_fails_steps_run_as_they_are(in_engines, monkeypatch, caps
     assert_as_alone(decode, *texts)
     (line,) = capsys.readouterr().err.splitlines()
     assert "no CUDA graph can be captured: operation not permitted" in line
+
+
+def test_after_a_capture_that_fails_work_goes_on_in_its_stream(in_engines, monkeypatch):
+    """If a capture's end fails, torch.cuda.graph does not go back to the stream before it."""
+    stream = "the default one"
+
+    def set_stream(other):
+        nonlocal stream
+        stream = other
+
+    @contextlib.contextmanager
+    def within(other):
+        before = stream
+        set_stream(other)
+        try:
+            yield
+        finally:
+            set_stream(before)
+
+    @contextlib.contextmanager
+    def refuse(*args, **settings):
+        set_stream("the captures' own")
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    text = request("the river", 3)
+    finished(Engine(served()), text)
+    assert text.text.end == "max_new_tokens" and stream == "the default one"
 
 
 def test_a_recorder_replays_what_a_graph_would():
