@@ -160,11 +160,9 @@ def hashed(x):
 def batch(rows, step):
     """This rank's rows of a step: ids and labels, (batch_size / n_ranks, seq_len) each."""
     per_rank = batch_size // n_ranks
-    first = step * batch_size + rank * per_rank
-    chosen = []
-    for sample in range(first, first + per_rank):
-        epoch, position = divmod(sample, len(rows))
-        chosen.append(rows[shuffled(position, len(rows), epoch)])
+    first = step * batch_size + rank * per_rank  # counted from the start of the run
+    places = [divmod(sample, len(rows)) for sample in range(first, first + per_rank)]
+    chosen = [rows[shuffled(position, len(rows), epoch)] for epoch, position in places]
     return inputs_and_labels(np.stack(chosen))
 
 
@@ -247,4 +245,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(f"{__doc__}\nIt takes no flags: change the settings in the file.")
     main()

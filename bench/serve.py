@@ -151,7 +151,7 @@ def ways_to_write(args: ServeArgs, cfg: MPTConfig) -> dict:
     for n in rows:
         ways[f"engine, {n} rows"] = partial(engine, n, decoder)
     if find_spec("transformers"):
-        peer = beside.their_model(cfg, SEED).eval()
+        peer = beside.transformers_mpt(cfg, SEED).eval()
         for n in rows:
             ways[f"transformers, batches of {n}"] = partial(transformers_batches, n, peer)
     return ways

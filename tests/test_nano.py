@@ -70,6 +70,11 @@ def test_ranks_that_cannot_share_a_batch_are_refused(tmp_path):
     assert done.returncode != 0 and "3 ranks cannot share 8 rows" in done.stderr
 
 
+def test_flags_are_refused_and_help_is_its_docstring(tmp_path):
+    done = launch([], tmp_path, ["--max_steps=5"], program="nano.py")
+    assert done.returncode == 1 and nano.__doc__ in done.stderr and "no flags" in done.stderr
+
+
 def test_without_tokens_it_says_what_makes_them(tmp_path):
     done = launch([], tmp_path, [], program="nano.py")
     assert done.returncode != 0 and "python data.py configs/demo.py" in done.stderr
