@@ -5,7 +5,9 @@ A server within this process shows what it holds: rows, slots of adapters, tasks
 
 import asyncio
 import collections
+import contextlib
 import gc
+import http.client
 import json
 import logging
 import os
@@ -265,11 +267,15 @@ def test_schemas_that_take_minutes_hold_up_neither_others_nor_the_end(folder):
 
 def test_an_idle_connection_stays_open_longer_than_a_head_may_take(one_row, monkeypatch):
     monkeypatch.setattr("web.server.HEAD_SECONDS", 0.05)
-    with socket.create_connection(("127.0.0.1", one_row.port), timeout=PATIENCE) as client:
+    client = http.client.HTTPConnection("127.0.0.1", one_row.port, timeout=PATIENCE)
+    with contextlib.closing(client):
         for _ in range(2):
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert client.recv(10_000).startswith(b"HTTP/1.1 200")
+            client.request("GET", "/health")
+            connection = client.sock
+            answer = client.getresponse()
+            assert answer.status == 200 and answer.read()
             time.sleep(0.3)
+        assert client.sock is connection  # http.client would have opened another one
     assert one_row.server.config.timeout_keep_alive == 75
 
 
