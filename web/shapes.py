@@ -70,14 +70,19 @@ def unknown_model(message: str) -> ApiError:
     return ApiError(404, public(message), param="model", code="model_not_found")
 
 
-def public(value):
-    """A value as clients see it: of each absolute path in a text only the last name is left."""
+def public(value, depth: int = 8):
+    """A value as clients see it: of each absolute path in a text only the last name is left.
+
+    And no deep nests.
+    """
     if isinstance(value, str):
         return FOLDERS.sub("", value)
+    if isinstance(value, dict | list) and not depth:
+        return "..."
     if isinstance(value, dict):
-        return {key: public(inner) for key, inner in value.items()}
+        return {key: public(inner, depth - 1) for key, inner in value.items()}
     if isinstance(value, list):
-        return [public(inner) for inner in value]
+        return [public(inner, depth - 1) for inner in value]
     return value
 
 

@@ -507,7 +507,7 @@ def test_a_viewer_without_a_model(tiny_run, tmp_path):
     assert served.health() == {"status": "ok"}
     assert served.metrics()['mpt_answers_total{path="/api/runs",status="200"}'] == 1
     about = json.loads(served.request("GET", "/api/about")[2])
-    assert about == {"model": None, "jobs": False, "runs": True, "chat": False}
+    assert about == {"model": None, "jobs": False, "worker": None, "runs": True, "chat": False}
 
     before = card.page(tmp_path / "runs/mine", "mine", card.record_of(tmp_path / "runs/mine"))
     assert served.request("GET", "/api/runs/mine/card")[2] == before
