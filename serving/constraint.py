@@ -87,8 +87,8 @@ class Constraint:
 class Constraints:
     """Builds constraints for the texts of one tokenizer. Keeps the last ones that were built.
 
-    Building takes a millisecond, or half a second for a long schema: do it in a thread. What
-    strangers have written is for `require_cheap` first. All methods may be called by several
+    Building takes a millisecond, or half a second for a long schema: do it in a thread. Call
+    `require_cheap` first for what strangers have written. All methods may be called by several
     threads. n_kept: matchers.
     """
 

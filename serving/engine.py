@@ -359,8 +359,9 @@ class Engine:
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             try:
                 if not is_finite[row]:
-                    fix = {torch.float32: "train again from an earlier checkpoint"}
-                    fix = fix.get(self.decoder.dtype, "try --precision=fp32")
+                    in_fp32 = self.decoder.dtype == torch.float32
+                    fix = "train again from an earlier checkpoint"
+                    fix = fix if in_fp32 else "try --precision=fp32"
                     raise NotFinite(f"the logits are not finite: {fix}")
                 if request.constraint and not errors[row]:
                     request.constraint.accept(token)

@@ -113,8 +113,8 @@ class StepGraphs:
     def __call__(self, ids, cache: KVCache):
         """As `decoder(ids, cache)` for one token a row: ids (n, 1) -> logits (n, vocab_size) fp32.
 
-        cache: the first n rows of the memory, from column 0. Between two calls in which its `pad`
-        is the same tensor, rows begin in the same columns. The logits hold until the next call.
+        cache: the first n rows of the memory, from column 0. Its `pad` may not be changed in place:
+        it is sent again only if it is another tensor. The logits hold until the next call.
         """
         n = len(ids)
         if self.has_failed:
