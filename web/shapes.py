@@ -70,20 +70,9 @@ def unknown_model(message: str) -> ApiError:
     return ApiError(404, public(message), param="model", code="model_not_found")
 
 
-def public(value, depth: int = 8):
-    """A value as clients see it: of each absolute path in a text only the last name is left.
-
-    And no deep nests.
-    """
-    if isinstance(value, str):
-        return FOLDERS.sub("", value)
-    if isinstance(value, dict | list) and not depth:
-        return "..."
-    if isinstance(value, dict):
-        return {key: public(inner, depth - 1) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [public(inner, depth - 1) for inner in value]
-    return value
+def public(value):
+    """A value as clients see it: of each absolute path in a text only the last name is left."""
+    return plain(value, lambda text: FOLDERS.sub("", text))
 
 
 def as_json(value) -> Response:
@@ -92,16 +81,21 @@ def as_json(value) -> Response:
     return Response(content, media_type="application/json")
 
 
-def plain(value, depth: int = 8):
-    """A value that JSON can hold: None for a number that is not finite, and no deep nests."""
+def plain(value, shown=str, depth: int = 8):
+    """A value that JSON can hold: None for a number that is not finite, and no deep nests.
+
+    shown: what becomes of each text.
+    """
+    if isinstance(value, str):
+        return shown(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict | list) and not depth:
+    if isinstance(value, dict | list | tuple) and not depth:
         return "..."
     if isinstance(value, dict):
-        return {str(key): plain(inner, depth - 1) for key, inner in value.items()}
+        return {str(key): plain(inner, shown, depth - 1) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner, depth - 1) for inner in value]
+        return [plain(inner, shown, depth - 1) for inner in value]
     return value
 
 
