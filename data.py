@@ -68,15 +68,12 @@ class Split:
     number of tokens that are learned. Of a chat, `text_bytes` counts the text of those alone.
     """
 
-    def __init__(self, folder, split: str, seq_len: int, shards=None):
-        """UserError if the folder has no shard of this split, or too few tokens for one window.
-
-        shards: those of a folder in a store, see text/stream.py.
-        """
+    def __init__(self, folder: Path, split: str, seq_len: int):
+        """UserError if the folder has no shard of this split, or too few tokens for one window."""
         raise_file_limit()
         self.folder = folder
         self.seq_len = seq_len
-        self.shards = shards or [Shard(path) for path in shard_files(folder, split)]
+        self.shards = [Shard(path) for path in shard_files(folder, split)]
         require(
             self.shards,
             f"no {split} shards in {folder} on {platform.node()}: every node must see this folder",
@@ -249,10 +246,10 @@ def n_evaluated(split, eval_tokens: int) -> int:
     return max(1, min(len(split), eval_tokens // split.seq_len))
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> list:
-    """The checked data folders of a training run: see text/prepare.py. Rank 0 alone calls it.
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> list[Path]:
+    """The checked data folders of a training run: one, or that of each source of a mixture.
 
-    One, which is a path or a `stream.StoredFolder`, or that of each source of a mixture.
+    Rank 0 alone calls it. See text/prepare.py, and of data in a store text/fetch.py.
     """
     from text import prepare  # here, since the other ranks do without
 
@@ -266,7 +263,7 @@ class Part(NamedTuple):
 
     name: str  # of the source; empty without a mixture
     share: float  # of the samples; 1 without a mixture
-    folder: Path | str  # of a store, its address
+    folder: Path
     train: Split
     val: Split
 
@@ -274,10 +271,10 @@ class Part(NamedTuple):
 class Dataset:
     """The data of a run: one prepared folder, or one for each source of a mixture."""
 
-    def __init__(self, folders: list, model_cfg: config.MPTConfig, cfg=None, world=None):
+    def __init__(self, folders: list[Path], model_cfg: config.MPTConfig, cfg=None):
         """UserError if an id exceeds the model's vocabulary, or a split is less than one window.
 
-        folders: what `open_or_prepare` returned. cfg: for a mixture; and world: for a store.
+        folders: what `open_or_prepare` returned. cfg: for a mixture.
         """
         length = model_cfg.max_seq_len
         mix = cfg.mix if cfg else []
@@ -286,21 +283,10 @@ class Dataset:
             from text import mixture  # here, since most runs do without
 
             named = [(source.name, source.share) for source in mixture.sources(mix)]
-        places, shards = folders, {"train": None, "val": None}
-        self.stream = None
-        if not isinstance(folders[0], Path):
-            from text.stream import Stream  # here, since most runs do without
-
-            self.stream = Stream(folders[0], cfg, world, length)
-            places, folders = [self.stream.url], [self.stream.folder]
-            shards = {split: self.stream.shards(split) for split in shards}
         self.parts = [
-            Part(name, share, p, *(Split(p, split, length, shards[split]) for split in shards))
-            for (name, share), p in zip(named, places, strict=True)
+            Part(name, share, p, Split(p, "train", length), Split(p, "val", length))
+            for (name, share), p in zip(named, folders, strict=True)
         ]
-        if self.stream:
-            val = self.parts[0].val
-            self.stream.keep(val, np.arange(n_evaluated(val, cfg.eval_tokens)))
         fingerprints = [read_summary(folder)["fingerprint"] for folder in folders]
         self.train = self.parts[0].train
         self.fingerprint = fingerprints[0]
@@ -321,8 +307,7 @@ class Dataset:
         n_ids = self.parts[0].train.vocab_size
         require(
             n_ids <= model_cfg.vocab_size,
-            f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {places[0]}: "
-            "raise it",
+            f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {folder}: raise it",
         )
 
     @property
@@ -338,18 +323,11 @@ class Dataset:
         thread reads the next ones while this rank trains.
         """
 
-        def window_ids(step: int, dp_rank: int) -> np.ndarray:
-            samples = samples_of(step, cfg.global_batch_size, dp_rank, world.dp_size)
-            return self.train.window_ids(cfg.seed, samples)
-
         def read(step: int) -> np.ndarray:
             return self.train.batch(
                 cfg.seed, step, cfg.global_batch_size, world.dp_rank, world.dp_size
             )
 
-        if self.stream:
-            steps = list(steps)
-            read = self.stream.ahead(read, self.train, window_ids, steps)
         return prefetch(read, steps, world.device)
 
 
