@@ -48,7 +48,7 @@ import config
 import program
 from config import TrainConfig
 from program import require
-from text.shards import Shard, raise_file_limit, read_summary, shard_files
+from text.shards import Shard, read_summary, shard_files
 
 
 class Split:
@@ -70,7 +70,7 @@ class Split:
 
     def __init__(self, folder: Path, split: str, seq_len: int):
         """UserError if the folder has no shard of this split, or too few tokens for one window."""
-        raise_file_limit()
+        program.raise_file_limit()  # each shard that is mapped is an open file
         self.folder = folder
         self.seq_len = seq_len
         self.shards = [Shard(path) for path in shard_files(folder, split)]
@@ -129,7 +129,9 @@ class Split:
         ~id stands for an id that is not learned: see `inputs_and_labels`.
         """
         rows = np.empty((len(window_ids), self.seq_len + 1), np.int64)
-        for row, shard_id, begin in zip(rows, *self.places(window_ids), strict=True):
+        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
+        begins = (window_ids - self.first_window[shard_ids]) * self.seq_len
+        for row, shard_id, begin in zip(rows, shard_ids, begins, strict=True):
             row[:] = self.shards[shard_id].ids[begin : begin + self.seq_len + 1]
         require(
             not len(rows) or plain_ids(rows).max() < self.vocab_size,
@@ -137,11 +139,6 @@ class Split:
             "delete it and run data.py again",
         )
         return rows
-
-    def places(self, window_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where these windows begin: (indices of shards, indices of tokens there)."""
-        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
-        return shard_ids, (window_ids - self.first_window[shard_ids]) * self.seq_len
 
     def batch(
         self, seed: int, step: int, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1
@@ -156,17 +153,13 @@ class Split:
 
     def rows(self, seed: int, samples: np.ndarray) -> np.ndarray:
         """The rows of these samples, (len(samples), seq_len + 1) int64."""
-        return self.windows(self.window_ids(seed, samples))
-
-    def window_ids(self, seed: int, samples: np.ndarray) -> np.ndarray:
-        """The windows of these samples, (len(samples),) int64."""
         epochs, positions = np.divmod(samples, len(self))
 
         window_ids = np.empty_like(positions)
         for epoch in np.unique(epochs):  # more than one if an epoch ends inside this batch
             in_epoch = epochs == epoch
             window_ids[in_epoch] = permute(positions[in_epoch], len(self), seed, int(epoch))
-        return window_ids
+        return self.windows(window_ids)
 
 
 class Mixture:

@@ -25,7 +25,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -136,13 +135,6 @@ def read_summary(folder: Path) -> dict | None:
         if os.path.lexists(path):  # a link to nothing
             raise
         return None
-
-
-def raise_file_limit() -> None:
-    """Allow this process up to 65,536 open files: each memory-mapped shard is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def write_ids(path: Path, ids: np.ndarray, about: dict) -> None:
