@@ -26,7 +26,7 @@ import program
 from program import StartAgain, UserError, require
 from storage import files
 from storage.object_store import Store, StoreError, open_store
-from text.shards import HASH_BYTES, SUMMARY, Shard, fingerprint, is_shard
+from text.shards import HASH_BYTES, SUMMARY, Shard, fingerprint, is_shard, shard_files
 
 STREAMS = 8  # shards that are copied at a time
 TRIES = 35  # of a request while the store is down: for ten minutes
@@ -45,7 +45,7 @@ def read_summary(store: Store) -> dict | None:
 def folder_of(summary: dict, data_cache: str) -> Path:
     """Where the copy of a data set lies, on each node. summary: its dataset.json."""
     cache = data_cache or f"{tempfile.gettempdir()}/mpt-tokens-{os.getuid()}"
-    return Path(cache).absolute() / summary["fingerprint"]
+    return files.member(Path(cache).absolute(), summary["fingerprint"], "dataset.json")
 
 
 def copy(url: str, folder: Path) -> None:
@@ -54,26 +54,20 @@ def copy(url: str, folder: Path) -> None:
     UserError if the disk cannot hold it, or the store holds something else; StartAgain if the store
     does not answer for ten minutes.
     """
-    node = platform.node()
+    cache = f"{folder.parent} on {platform.node()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder.parent} on {node} cannot hold the tokens ({error.strerror}): "
-            "set another --data_cache"
-        ) from error
-    with files.locked(folder / "copy.lock", f"{folder} is being copied") as is_alone:
-        require(
-            is_alone,
-            f"{folder.parent} on {node} is on a file system without locks: "
-            "set --data_cache to a folder on a disk of the node",
-        )
-        try:
+        with files.locked(folder / "copy.lock", f"{folder} is being copied") as is_alone:
+            fix = "set --data_cache to a folder on a disk of the node"
+            require(is_alone, f"{cache} is on a file system without locks: {fix}")
             copy_what_is_missing(open_store(url, TRIES), folder)
-        except StoreError as error:
-            if error.passes:
-                raise StartAgain(f"{error}. What was copied stays: start again") from error
-            raise
+    except StoreError as error:
+        if error.passes:
+            raise StartAgain(f"{error}. What was copied stays: start again") from error
+        raise
+    except OSError as error:
+        fix = "set another --data_cache"
+        raise UserError(f"{cache} cannot hold the tokens ({error.strerror}): {fix}") from error
 
 
 def copy_what_is_missing(store: Store, folder: Path) -> None:
@@ -81,17 +75,22 @@ def copy_what_is_missing(store: Store, folder: Path) -> None:
     there = store.sizes()
     sizes = {name: size for name, size in sorted(there.items()) if is_shard(name)}
     is_small = sum(sizes.values()) <= HASH_BYTES
-    missing = {name: sizes[name] for name in sizes if not is_sound(folder / name, is_small)}
+    missing = {
+        name: size for name, size in sizes.items() if not is_sound(folder / name, size, is_small)
+    }
+    for path in shard_files(folder):
+        if path.name not in sizes:
+            path.unlink()  # it has gone from the store
     if missing:
         copy_shards(store, folder, missing)
-    for name in ("tokenizer.json", "dataset.json"):
-        if name in there:
-            files.write_atomically(folder / name, store.get(name))
     require(
         fingerprint(folder) == folder.name,
         f"a shard is missing in {store.url}, or belongs to another data set than its dataset.json: "
-        "copy the folder there again",
+        f"copy the folder there again, and delete {folder}",
     )
+    for name in ("tokenizer.json", "dataset.json"):
+        if name in there:
+            files.write_atomically(folder / name, store.get(name))
 
 
 def copy_shards(store: Store, folder: Path, sizes: dict[str, int]) -> None:
@@ -119,8 +118,11 @@ def copy_shard(store: Store, folder: Path, name: str, size: int) -> int:
     """Copy a shard; once more if it is damaged. Returns its bytes."""
     new = folder / f"{name}.new"
     for _ in range(2):
-        store.download(name, new, size)  # goes on with what an earlier start has left
-        if is_sound(new):
+        try:
+            store.download(name, new, size)  # goes on with what an earlier start has left
+        except FileNotFoundError as error:
+            raise UserError(f"{store.url}/{name} is gone: copy it there again") from error
+        if is_sound(new, size):
             os.replace(new, folder / name)
             return size
     raise UserError(
@@ -129,9 +131,11 @@ def copy_shard(store: Store, folder: Path, name: str, size: int) -> int:
     )
 
 
-def is_sound(path: Path, check_hash: bool = True) -> bool:
-    """Is a shard there, whole, and as it was written?"""
+def is_sound(path: Path, size: int, check_hash: bool = True) -> bool:
+    """Is a shard of so many bytes there, as it was written?"""
     try:
+        if os.path.getsize(path) != size:
+            return False
         shard = Shard(path)
         if check_hash:
             shard.check_hash()

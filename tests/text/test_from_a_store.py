@@ -169,6 +169,12 @@ CHANGES = {  # a change of the store, and what is said of it
         ),
         "or belongs to another data set",
     ),
+    "one too many": (
+        lambda folder: (folder / "train-00006.bin").write_bytes(
+            (folder / "train-00001.bin").read_bytes()
+        ),
+        "or belongs to another data set",
+    ),
 }
 
 
@@ -181,7 +187,12 @@ def test_what_is_wrong_in_the_store_is_said(tokens, tmp_path, change):
     damage(tmp_path / "store")
     message = refusal(fetch.copy, url, copy_of(tokens, tmp_path))
     assert words in message and "copy" in message and url in message
-    assert not (copy_of(tokens, tmp_path) / "dataset.json").exists() or "missing" in message
+    assert not (copy_of(tokens, tmp_path) / "dataset.json").exists()
+
+    (tmp_path / "store/train-00006.bin").unlink(missing_ok=True)
+    upload(tokens, url)
+    fetch.copy(url, copy_of(tokens, tmp_path))
+    assert is_like(copy_of(tokens, tmp_path), tokens)
 
 
 def test_a_disk_that_cannot_hold_the_copy(disk, tmp_path):
@@ -192,7 +203,7 @@ def test_a_disk_that_cannot_hold_the_copy(disk, tmp_path):
     assert str(disk) in message and "has no room for 0.0281 GB" in message
     (tmp_path / "file").touch()
     message = refusal(fetch.copy, url, copy_of(folder, tmp_path / "file"))
-    assert "set another --data_cache" in message
+    assert "cannot hold the tokens (Not a directory): set another --data_cache" in message
 
 
 def test_a_copy_is_made_before_a_run(tokens, tmp_path, capsys):
@@ -220,20 +231,14 @@ def test_a_run_reads_from_the_store_what_it_reads_from_the_folder(
     upload(tiny_data, store.url)
     store.proxy.requests.clear()
     prepared = functools.partial(with_variables, store.variables)
-    runs = {"store": [store.url, tiny_data], "folder": [tiny_data, tiny_data]}
-    for name, places in runs.items():
-        for place, n_steps in zip(places, (3, 6), strict=True):
-            flags = [
-                *RUN,
-                *flags_for(tiny_data),
-                f"--data_dir={place}",
-                f"--run_dir={tmp_path}/{name}",
-            ]
-            flags += [f"--data_cache={tmp_path}/cache", f"--max_steps={n_steps}"]
+    runs = {"store": [(store.url, 3), (tiny_data, 6)], "folder": [(tiny_data, 6)]}
+    for name, parts in runs.items():
+        for place, n_steps in parts:
+            flags = [*RUN, *flags_for(tiny_data), f"--data_dir={place}", f"--max_steps={n_steps}"]
+            flags += [f"--data_cache={tmp_path}/cache", f"--run_dir={tmp_path}/{name}"]
             for status, message, _ in ranks(2)(train_here, flags, prepared):
                 assert status == 0, message
-        if name == "store":
-            assert shards_asked_for(store) == [path.name for path in shard_files(tiny_data)]
+    assert shards_asked_for(store) == [path.name for path in shard_files(tiny_data)]
     losses = [
         {step: row["loss"] for step, row in steps_of(tmp_path / name).items()} for name in runs
     ]
