@@ -3,6 +3,7 @@
 Against a real S3 server; where it says so a folder.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -16,9 +17,10 @@ import pytest
 from conftest import TORCHRUN, flags_for, launch, refusal
 from launches import FLAGS, steps_of, train_here
 
+import processes
 from config import TrainConfig
 from lessons import finetuned
-from program import RESUME_ME, StartAgain
+from program import RESUME_ME, StartAgain, UserError
 from storage import object_store
 from storage.object_store import open_store
 from text import fetch, prepare
@@ -263,6 +265,27 @@ def test_all_ranks_end_with_the_line_of_one(store, tiny_data, tmp_path):
     done = launch([*TORCHRUN, "2"], tmp_path, flags)
     assert done.returncode == 0, done.stderr
     assert "was trained from s3://" in refusal(finetuned.text_of, str(tmp_path / "run"), 32)
+
+
+def copy_on_another_node(world, url, folder):
+    """`fetch.copy` on the second of two nodes; the first one has its tokens. Returns the error."""
+    world = dataclasses.replace(world, local_rank=0, local_size=1)
+    copy = functools.partial(fetch.copy, url, folder)
+    try:
+        processes.each_node_does(copy if world.global_rank else int, world)
+    except UserError as error:
+        return str(error), error.on_all_ranks
+
+
+def test_a_node_that_cannot_copy_ends_all_ranks(ranks, tokens, tmp_path):
+    """In a folder as the store."""
+    url = f"file://{tmp_path}/store"
+    upload(tokens, url)
+    (tmp_path / "file").touch()
+    found = ranks(2)(copy_on_another_node, url, copy_of(tokens, tmp_path / "file"))
+    assert found[0] == found[1] and "Not a directory" in found[0][0] and found[0][1]
+    assert ranks(2)(copy_on_another_node, url, copy_of(tokens, tmp_path)) == [None, None]
+    assert is_like(copy_of(tokens, tmp_path), tokens)
 
 
 def cfg_for(tiny_data, **more) -> TrainConfig:
