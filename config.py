@@ -61,7 +61,7 @@ RANGES = {
         (0, 0.999999, "beta1 beta2"),
         (1e-30, 1, "adam_eps"),  # 0 would divide by 0 where the gradient is 0
         (0, 10**6, "clip_qkv grad_clip save_minutes shard_size"),
-        (1e-3, 10**6, "timeout_minutes peak_tflops data_cache_gb"),
+        (1e-3, 10**6, "timeout_minutes peak_tflops"),
         # Planning.
         (1, 10**6, "devices ranks nodes"),
         (1, 10**4, "node_size"),
@@ -291,8 +291,7 @@ class TrainConfig:
     mix: list[str] = dataclasses.field(default_factory=list)  # as 'c4 0.7 allenai/c4:en'
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # the prepared tokens: a folder, s3://..., or empty = data/DATASET-TOKENIZER
-    data_cache: str = ""  # data_dir in a store (s3://...): each node's cache; empty = in TMPDIR
-    data_cache_gb: float = 20.0  # most that this cache takes (10^9 bytes)
+    data_cache: str = ""  # data_dir in a store (s3://...): each node's copy; empty = in TMPDIR
     max_tokens: int = 0  # prepare at most this many training tokens (0 = all), of each source
     val_fraction: float = 0.005  # share of the documents kept for validation
     # --- data: prompts and responses; see text/chat.py
@@ -463,6 +462,9 @@ FOREIGN_NAMES = {
 # either; we write only the new one.
 RENAMED = {"checkpoint_every": "recompute_every"}
 
+# Settings that are gone: name -> why. Config files and saved settings may still have them.
+REMOVED = {"data_cache_gb": "a data set in a store is copied as a whole to --data_cache now"}
+
 # Keys that a checkpoint saves beside its settings.
 OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer", "base", "base_fingerprint"}
 
@@ -473,6 +475,8 @@ def unknown_key(key: str, source: str, names) -> str:
     if key == "weight_decay" and "decoupled_weight_decay" in names:
         fix = "decoupled_weight_decay = weight_decay * lr is the same decay here"
         return f"{message}: PyTorch multiplies it by lr, MPT does not. {fix}"
+    if key in REMOVED:
+        return f"{message}: {REMOVED[key]}"
     if key in ("tp", "pp"):
         return f"{message}: this program does not cut a model that way"
     near = nearest(key, names)
@@ -513,7 +517,7 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
         more = "[--key=value ...] (--help lists the settings)"
         taken, paths = [program.arguments(paths, takes, more)], []
 
-    of_a_run = types_of(MPTConfig, TrainConfig).keys()  # this program may have fewer
+    of_a_run = types_of(MPTConfig, TrainConfig).keys() | REMOVED  # this program may have fewer
     sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
     values = {}
     for settings in filter(None, [*sources, flags]):
@@ -657,7 +661,7 @@ def from_dict(cls: type, values: dict, source: str = "the saved settings"):
     """
     values = renamed(values)
     hints = types_of(cls)
-    usual = types_of(MPTConfig, TrainConfig, cls).keys() | OTHER_SAVED_KEYS
+    usual = types_of(MPTConfig, TrainConfig, cls).keys() | OTHER_SAVED_KEYS | REMOVED.keys()
     strange = [shown(key) for key in values if key not in usual]
     if strange:
         named = ", ".join(strange[:5]) + ", ..." * (len(strange) > 5)

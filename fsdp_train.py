@@ -61,8 +61,7 @@ def main(argv) -> None:
     lease.mirror = open_mirror(model_cfg, cfg)  # --remote: what is newer there is here now
 
     # data
-    folders = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
-    dataset = data.Dataset(folders, model_cfg, cfg, world)
+    dataset = data.Dataset(open_data(model_cfg, cfg, world), model_cfg, cfg)
 
     # where to begin: at the newest sound checkpoint, or at step 0
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
@@ -321,6 +320,16 @@ def publish_what_is_written(agreed, checkpointer, lease: Lease) -> None:
         checkpointer.finish()
     if agreed.all_copied:
         lease.mirror.copy_newest()
+
+
+def open_data(model_cfg: MPTConfig, cfg: TrainConfig, world) -> list[Path]:
+    """The checked data folders; of data in a store, the copy on this node. A collective."""
+    folders = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
+    if "://" in cfg.data_dir:
+        from text import fetch  # here, since most runs do without
+
+        processes.each_node_does(partial(fetch.copy, cfg.data_dir, *folders), world)
+    return folders
 
 
 def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):

@@ -203,7 +203,7 @@ ELSEWHERE = {
     "python serve.py runs/demo --adapters=runs --keys=keys.txt --host=0.0.0.0": SERVED,
     "pip install obstore": "it needs internet",
     "aws s3 cp --recursive data/my s3://bucket/my": STORED,
-    "python -m text.stream s3://bucket/my": STORED,
+    "python -m text.fetch s3://bucket/my /scratch/tokens": STORED,
     "python fsdp_train.py configs/demo.py --dataset='my/*.txt' --tokenizer=bpe-4096 "
     "--data_dir=s3://bucket/my": STORED,
     "python -m bench serve": "test_the_benchmark_of_the_server below",
