@@ -7,9 +7,9 @@
 
 The contestants run in one process and take turns, so that other load on the machine slows all of
 them; figures are medians. All contestants are credited with the FLOPs of the formula, whatever a
-kernel really computes. On a GPU the calls are queued behind other work and timed there, so that the
-time in which Python launches them does not count. A contestant that raises (no such backend here,
-out of memory) is n/a, and the others continue. Writes attention_<device>.md into bench/results/.
+kernel really computes. A turn is timed by torch.utils.benchmark, of many calls in a row. A
+contestant that raises (no such backend here, out of memory) is n/a, and the others continue. Writes
+attention_<device>.md into bench/results/.
 """
 
 import datetime
@@ -22,7 +22,6 @@ import re
 import statistics
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
 
 import attention
 import config
@@ -41,8 +41,8 @@ from bench.compare import markdown
 from program import require
 
 OURS = "ours, ALiBi"  # what the others are compared with
-PASSES = ("forward", "backward", "both")
-RATIO = f"{OURS} / this"  # of both
+PASSES = ("forward", "forward + backward")
+RATIO = f"{OURS} / this"  # of both passes
 # Largest allowed difference from fp32 / largest value. bf16 stays below 0.01; a wrong bias is
 # above 0.1.
 TOLERANCE = 0.05
@@ -73,12 +73,12 @@ class Shape(NamedTuple):
     heads: int
     batch: int  # sequences
 
-    def tflops(self, seconds: tuple[float, float]) -> list[float]:
-        """TFLOP/s of forward, backward and both, by the formula at the top of this file."""
-        forward, backward = seconds
+    def tflops(self, seconds: tuple[float, float]) -> tuple[float, float]:
+        """TFLOP/s of a forward and of both passes, by the formula at the top of this file."""
+        forward, both = seconds
         # One matmul is 2 B H T T D FLOPs, and the causal mask needs half of them.
         matmul = self.batch * self.heads * self.length**2 * self.head_dim / 1e12
-        return [2 * matmul / forward, 5 * matmul / backward, 7 * matmul / (forward + backward)]
+        return 2 * matmul / forward, 7 * matmul / both
 
 
 # --- The contestants
@@ -97,12 +97,9 @@ def attention_contestants(slopes) -> dict:
         return None, functools.partial(sdpa_causal, backend)
 
     @functools.cache  # made while warming up, freed with this dictionary
-    def mask(length):  # (1, H, T, T) bf16; head by head, since all heads in fp32 may not fit
-        biases = [
-            attention.attention_bias(length, length, slope, True, slope.device).bfloat16()
-            for slope in slopes.split(1)
-        ]
-        return torch.cat(biases)[None]
+    def mask(length):
+        bias = attention.attention_bias(length, length, slopes, True, slopes.device)
+        return bias[None].bfloat16()  # (1, H, T, T)
 
     def sdpa_with_mask(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, mask(q.shape[2]))
@@ -166,55 +163,16 @@ def largest_error(slopes, function, q, k, v, grad_out) -> float:
     return max(errors)
 
 
-def mark(gpu: bool):
-    """This moment: an event in the queue of a GPU, else seconds."""
-    if not gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    return torch.cuda.current_stream().record_event(event)
-
-
-def seconds_between(begin, end) -> float:
-    """Seconds between two marks."""
-    if isinstance(begin, float):
-        return end - begin
-    return begin.elapsed_time(end) / 1e3  # elapsed_time is in milliseconds
-
-
-def keep_gpu_busy(device) -> None:
-    """Queue 5 ms of other work, so that Python runs ahead of the GPU, as within a training step.
-
-    It also leaves the caches cold.
-    """
-    scratch = torch.empty(2**28, dtype=torch.uint8, device=device)  # 256 MiB take 0.1 ms
-    for _ in range(50):
-        scratch.zero_()
-
-
 def take_turn(function, q, k, v, grad_out, calls: int) -> tuple[float, float]:
-    """Seconds of one forward and of one backward: means of `calls` calls.
+    """Seconds of one forward, and of one with its backward: means of `calls` calls in a row.
 
-    One more call comes first, in which the allocator settles. Each backward has a forward of its
-    own, since what torch.compile makes does not support retain_graph=True.
+    Python launches the calls without waiting, so on a GPU only the first finds an empty queue.
     """
-    gpu = q.device.type == "cuda"
-    if gpu:
-        keep_gpu_busy(q.device)
-    marks = []
-    for _ in range(calls + 1):
-        begin = mark(gpu)
-        out = function(q, k, v)
-        middle = mark(gpu)
-        torch.autograd.grad(out, (q, k, v), grad_out)
-        marks.append((begin, middle, mark(gpu)))
-        del out  # before the next call allocates memory
-    if gpu:
-        torch.cuda.synchronize()
-
-    measured = marks[1:]
-    forward = statistics.fmean(seconds_between(begin, middle) for begin, middle, _ in measured)
-    backward = statistics.fmean(seconds_between(middle, end) for _, middle, end in measured)
-    return forward, backward
+    names = {"f": function, "grad": torch.autograd.grad, "q": q, "k": k, "v": v, "g": grad_out}
+    return tuple(
+        Timer(code, globals=names, num_threads=torch.get_num_threads()).timeit(calls).mean
+        for code in ("f(q, k, v)", "grad(f(q, k, v), (q, k, v), g)")
+    )
 
 
 def warm_up(slopes, function, tensors, args: AttentionArgs, check: bool) -> int:
@@ -225,16 +183,15 @@ def warm_up(slopes, function, tensors, args: AttentionArgs, check: bool) -> int:
     if check:
         error = largest_error(slopes, function, *tensors)
         require(error <= TOLERANCE, f"wrong by {error:.0%}")
-    take_turn(function, *tensors, calls=1)
-    seconds = sum(take_turn(function, *tensors, calls=1))
+    seconds = sum(take_turn(function, *tensors, calls=1))  # two forwards, one backward
     calls = min(max(math.ceil(args.turn_ms / 1e3 / seconds), 1), 25)
-    expected_seconds = seconds * (calls + 1) * args.rounds
+    expected_seconds = seconds * (calls + 2) * args.rounds  # Timer warms up with 2
     require(expected_seconds <= args.cell_seconds, f"too slow, {seconds:.2g} s a call")
     return calls
 
 
 def measure(contestants: dict, shape: Shape, device, args: AttentionArgs, check: bool) -> dict:
-    """{contestant: median seconds of a forward and of a backward, or why there are none}.
+    """{contestant: median seconds of a forward and of both passes, or why there are none}.
 
     They take turns. One that raises drops out.
     """
@@ -305,7 +262,7 @@ def cells(shape: Shape, seconds, our_seconds) -> dict:
     figures = shape.tflops(seconds)
     ratio = "n/a"
     if not isinstance(our_seconds, str):
-        ratio = f"{sum(seconds) / sum(our_seconds):.2f}"
+        ratio = f"{seconds[-1] / our_seconds[-1]:.2f}"
     return {name: f"{n:.3g}" for name, n in zip(PASSES, figures, strict=True)} | {RATIO: ratio}
 
 

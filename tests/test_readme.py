@@ -207,6 +207,7 @@ ELSEWHERE = {
     "python fsdp_train.py configs/demo.py --dataset='my/*.txt' --tokenizer=bpe-4096 "
     "--data_dir=s3://bucket/my": STORED,
     "python -m bench serve": "test_the_benchmark_of_the_server below",
+    "python -m bench serve --shapes=2048x24 --engine=32": "tests/bench/test_bench_serve.py",
     BENCH_TRAIN: "the fixture `runs`",
     "python -m bench attention": "tests/bench/test_bench_attention.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
