@@ -13,9 +13,8 @@ own, and one that runs out of memory does not stop the others. With --alternate 
 so that other load on the machine slows all of them. The data are random tokens; figures are medians
 over the turns. `python -m bench beside` lets other people's programs take turns with ours.
 
-With --out, the rows are kept in a CSV, with tables (.md) beside it. Use one CSV for each machine.
-A row whose command is in the CSV already is not measured again. `python -m bench compare` shows a
-CSV.
+With --out, the rows are kept in a CSV. Use one for each machine. A row whose command is in the CSV
+already is not measured again. `python -m bench compare` shows a CSV.
 
 Under torchrun all rows share their processes. So on a CPU only the first row's peak memory is its
 own, and a row that runs out of memory ends the program. With --max-restarts, torchrun starts it
@@ -25,7 +24,6 @@ again, and it continues with the next row.
 where the time of data, forward, backward and optimizer goes, kernel by kernel.
 """
 
-import csv
 import datetime
 import gc
 import itertools
@@ -173,21 +171,13 @@ class Launched:
     """The ranks that torchrun or srun has started, called as a processes.Pool is."""
 
     def __init__(self, start, *args):
-        self.state = self.attempt(start, *args)
+        self.state = start(*args)
 
     def __call__(self, function, *args) -> list:
-        """function(state, *args) of all ranks. PoolError if it fails here."""
-        answer = self.attempt(function, self.state, *args)
+        """function(state, *args) of all ranks."""
         answers = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, answer)
+        dist.all_gather_object(answers, function(self.state, *args))
         return answers
-
-    def attempt(self, function, *args):
-        """Call a function; its exceptions become PoolError."""
-        try:
-            return function(*args)
-        except Exception as error:
-            raise PoolError(*processes.described(error)) from error
 
     def stop(self) -> None:
         """Free the memory of the row, and what was compiled for it."""
@@ -303,9 +293,12 @@ class Row:
                 self.pool = self.start()
             return self.pool(method, *args)
         except PoolError as error:
-            self.columns["status"] = str(error)
-            print(f"  {self.columns['model']}: {error}", file=sys.stderr, flush=True)
-            return None
+            status = str(error)
+        except Exception as error:  # under torchrun, of this rank
+            status, _ = processes.described(error)
+        self.columns["status"] = status
+        print(f"  {self.columns['model']}: {status}", file=sys.stderr, flush=True)
+        return None
 
     def start(self):
         """The processes of the row, each with a Step."""
@@ -393,7 +386,7 @@ def combinations(sweep: str) -> list[list[str]]:
 
 
 def main(argv) -> None:
-    """Measure the rows that are not in the CSV yet, then print tables of all rows asked for."""
+    """Measure the rows that are not in the CSV yet, then print a table of all rows asked for."""
     wanted = groups(argv)
     args = wanted[0][0].args
     kept = compare.read(args.out) if os.path.exists(args.out) else []
@@ -409,7 +402,9 @@ def main(argv) -> None:
             measure(new)
         lines += [known[row] or as_text(row.columns) for row in group]
     if program.rank() == 0:
-        report(lines, argv, args)
+        print(f"{how_measured(argv, args)}\n\n{compare.tables(lines, args.out or 'the results')}")
+        any_ok = any(line["status"] == "ok" for line in lines)
+        require(any_ok, f"nothing could be measured: {lines[0]['status']}")
 
 
 def as_text(columns: dict) -> dict[str, str]:
@@ -450,25 +445,7 @@ def keep(row: Row, rank: int) -> None:
         time.sleep(3)  # rank 0 may add the same failure
         if os.path.exists(path) and row.is_in(compare.read(path)):
             return
-
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    is_new = not os.path.exists(path)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, list(row.columns))
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row.columns)
-
-
-def report(lines: list[dict[str, str]], argv: list[str], args: BenchArgs) -> None:
-    """Print the tables; with --out, also write them. UserError if no row is ok."""
-    tables = compare.tables(lines, args.out or "the results")
-    text = f"{how_measured(argv, args)}\n\n{tables}"
-    print(text)
-    if args.out:
-        Path(args.out).with_suffix(".md").write_text(text + "\n")
-    any_ok = any(line["status"] == "ok" for line in lines)
-    require(any_ok, f"nothing could be measured: {lines[0]['status']}")
+    compare.append(path, row.columns)
 
 
 def how_measured(argv: list[str], args: BenchArgs) -> str:

@@ -49,9 +49,11 @@ def test_figures_follow_from_each_other(measured):
 
 
 @pytest.mark.slow
-def test_tables_and_traces_are_written(measured):
+def test_a_table_is_printed_and_a_trace_written(measured):
     folder, _, done = measured
-    assert (folder / "results/tiny.md").read_text().strip() == done.stdout.strip()
+    assert (
+        done.stdout.startswith("`python -m bench train --n_layers=2") and "| 2x32 |" in done.stdout
+    )
     events = json.loads((folder / "trace-1.json").read_text())["traceEvents"]
     parts = {"data", "forward", "backward", "optimizer"}
     assert parts <= {event.get("name") for event in events}
