@@ -16,16 +16,14 @@ over the turns. `python -m bench beside` lets other people's programs take turns
 With --out, the rows are kept in a CSV. Use one for each machine. A row whose command is in the CSV
 already is not measured again. `python -m bench compare` shows a CSV.
 
-Under torchrun all rows share their processes. So on a CPU only the first row's peak memory is its
-own, and a row that runs out of memory ends the program. With --max-restarts, torchrun starts it
-again, and it continues with the next row.
+Under torchrun a launch measures one row, in its processes, and one that fails is not kept: start it
+once for each.
 
 --profile=trace keeps a trace of two more steps, trace-1.json of the first row, for ui.perfetto.dev:
 where the time of data, forward, backward and optimizer goes, kernel by kernel.
 """
 
 import datetime
-import gc
 import itertools
 import math
 import os
@@ -179,15 +177,6 @@ class Launched:
         dist.all_gather_object(answers, function(self.state, *args))
         return answers
 
-    def stop(self) -> None:
-        """Free the memory of the row, and what was compiled for it."""
-        self.state = None
-        gc.collect()
-        torch.compiler.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
 
 def launched() -> int:
     """How many processes torchrun or srun has started; 0: none, or only this one."""
@@ -293,12 +282,9 @@ class Row:
                 self.pool = self.start()
             return self.pool(method, *args)
         except PoolError as error:
-            status = str(error)
-        except Exception as error:  # under torchrun, of this rank
-            status, _ = processes.described(error)
-        self.columns["status"] = status
-        print(f"  {self.columns['model']}: {status}", file=sys.stderr, flush=True)
-        return None
+            self.columns["status"] = str(error)
+            print(f"  {self.columns['model']}: {error}", file=sys.stderr, flush=True)
+            return None
 
     def start(self):
         """The processes of the row, each with a Step."""
@@ -321,7 +307,8 @@ class Row:
         answers = self.call(Step.describe) if self.is_ok() else None
         if not answers:
             return
-        self.pool.stop()
+        if not launched():
+            self.pool.stop()
 
         rank_0 = answers[0]
         for key in ("device", "nodes", "precision", "compile", "attn_impl"):
@@ -366,8 +353,8 @@ def groups(argv: list[str]) -> list[list[Row]]:
             base, model = SHAPE, ""
         rows.append(Row(len(rows) + 1, base + flags + swept, model))
 
-    message = "under torchrun rows cannot take turns: run it without torchrun"
-    require(not (args.alternate and launched()), message)
+    message = "under torchrun a launch measures one row: start it once for each"
+    require(len(rows) == 1 or not launched(), message)
     return [rows] if args.alternate else [[row] for row in rows]
 
 
@@ -426,26 +413,8 @@ def measure(rows: list[Row]) -> None:
     for row in rows:
         if row.is_ok():
             row.finish()
-        keep(row, rank)
-        if launched() and not row.is_ok():  # the ranks may be in different collectives now
-            message = f"{row.columns['model']}: start again to continue with the other rows"
-            print(message, file=sys.stderr)
-            raise SystemExit(program.RESUME_ME)
-
-
-def keep(row: Row, rank: int) -> None:
-    """Rank 0 adds the row to the CSV; another rank only adds a failure that rank 0 has not.
-
-    So an error that only one rank has is recorded too, and a restart skips the row.
-    """
-    path = row.args.out
-    if not path or (rank > 0 and row.is_ok()):
-        return
-    if rank > 0:
-        time.sleep(3)  # rank 0 may add the same failure
-        if os.path.exists(path) and row.is_in(compare.read(path)):
-            return
-    compare.append(path, row.columns)
+        if row.args.out and rank == 0:
+            compare.append(row.args.out, row.columns)
 
 
 def how_measured(argv: list[str], args: BenchArgs) -> str:
