@@ -66,12 +66,17 @@ def read(path) -> list[dict[str, str]]:
 
 
 def append(path: str, row: dict) -> None:
-    """Add a row to a CSV. A new one begins with the names of the columns."""
+    """Add a row to a CSV. A new one begins with the names of the columns.
+
+    UserError if the file has other columns.
+    """
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    is_new = not os.path.exists(path)
-    with open(path, "a", newline="") as file:
+    with open(path, "a+", newline="") as file:
+        file.seek(0)
+        heads = next(csv.reader(file), None)
+        require(heads in (None, list(row)), f"{path} has other columns: name another file")
         writer = csv.DictWriter(file, list(row))
-        if is_new:
+        if not heads:
             writer.writeheader()
         writer.writerow(row)
 

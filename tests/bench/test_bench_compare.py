@@ -109,6 +109,17 @@ def test_rows_are_named_by_what_differs_and_failures_are_listed(tmp_path):
     assert compare.names_of([H100, H100 | {"others": "alibi=True tp=2"}]) == ["mpt1b", "tp=2"]
 
 
+def test_rows_are_added_to_a_file_with_the_same_columns_only(tmp_path):
+    path = tmp_path / "new" / "a.csv"
+    for n in (1, 2):
+        compare.append(str(path), {"a": n, "b": "x, y"})
+    assert path.read_text().split() == ["a,b", '1,"x,', 'y"', '2,"x,', 'y"']
+    before = path.read_text()
+    with pytest.raises(UserError, match="other columns: name another file"):
+        compare.append(str(path), {"a": 1})
+    assert path.read_text() == before
+
+
 # --- Over numbers of ranks
 
 
