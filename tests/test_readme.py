@@ -207,9 +207,9 @@ ELSEWHERE = {
     "python fsdp_train.py configs/demo.py --dataset='my/*.txt' --tokenizer=bpe-4096 "
     "--data_dir=s3://bucket/my": STORED,
     "python -m bench serve": "test_the_benchmark_of_the_server below",
+    "python -m bench serve --shapes=2048x24 --engine=32": "tests/bench/test_bench_serve.py",
     BENCH_TRAIN: "the fixture `runs`",
     "python -m bench attention": "tests/bench/test_bench_attention.py",
-    "python -m gpu_kernels.compiled --chips=sm_90,gfx90a": "tests/gpu_kernels/test_compiled.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
     "python -m planning.calibrate results.csv machine.json --save=mine.json": "it refuses a CPU",
     "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "it ends with an error, on purpose",
