@@ -51,8 +51,8 @@ import processes
 import program
 from bench import compare
 from config import MPTConfig, TrainConfig
+from launch.pool import Pool, PoolError, described
 from lifecycle import compiling, runlog
-from processes import Pool, PoolError
 from program import require
 
 # The small model that is measured when no config is given.
@@ -170,7 +170,7 @@ def random_batches(m: MPTConfig, rows: int, device: torch.device):
 
 
 class Launched:
-    """The ranks that torchrun or srun has started, called as a processes.Pool is."""
+    """The ranks that torchrun or srun has started, called as a Pool is."""
 
     def __init__(self, start, *args):
         self.state = self.attempt(start, *args)
@@ -187,7 +187,7 @@ class Launched:
         try:
             return function(*args)
         except Exception as error:
-            raise PoolError(*processes.described(error)) from error
+            raise PoolError(*described(error)) from error
 
     def stop(self) -> None:
         """Free the memory of the row, and what was compiled for it."""

@@ -35,7 +35,8 @@ import torch.distributed as dist
 import parallel
 import processes
 import program
-from processes import REPLY_TIMEOUT, SHOWN, SignsOfLife
+from launch import rendezvous
+from launch.rendezvous import REPLY_TIMEOUT, SHOWN, SignsOfLife
 from program import RESUME_ME, UserError, out_of_memory, whoami
 
 ROOT = Path(__file__).parent.parent
@@ -171,7 +172,7 @@ class Watchdog:
         self.heartbeat()
         self.signs_of_life = SignsOfLife(self.world.global_rank, self.world.global_size)
         threading.Thread(target=self.run, daemon=True).start()
-        processes.end_roll_call()
+        rendezvous.end_roll_call()
         return self
 
     def heartbeat(self) -> None:
@@ -288,7 +289,7 @@ class Watchdog:
             names = [f"rank {rank}" for rank in ranks[:SHOWN]]
             with contextlib.suppress(*STORE_LOST):
                 names = self.read(*keys("name", ranks[:SHOWN]))
-        self.report(processes.silence_of(names, len(ranks), self.patience), gone=ranks)
+        self.report(rendezvous.silence_of(names, len(ranks), self.patience), gone=ranks)
 
     def report_hang(self) -> None:
         """Name the ranks that the others wait for, and end this one.

@@ -26,7 +26,8 @@ import devices
 import parallel
 import processes
 from config import TrainConfig
-from processes import torchrun_variables
+from launch import rendezvous
+from launch.pool import free_port, torchrun_variables
 from program import UserError
 
 # -------------------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ def pool():
 
 
 def meet(connect, pool, rank, size, seconds=30):
-    return pool.submit(processes.meet, connect(), rank, size, seconds)
+    return pool.submit(rendezvous.meet, connect(), rank, size, seconds)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
@@ -179,7 +180,7 @@ KINDS = {
 )
 def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
     """By kill -9, rank 0 and rank 1 in turns."""
-    how = [flag.format(port=processes.free_port()) for flag in KINDS[kind]]
+    how = [flag.format(port=free_port()) for flag in KINDS[kind]]
     how += ["--nproc_per_node=2", f"--max-restarts={kills}"]
     job = launched("-m", "torch.distributed.run", *how)
     for number in range(kills):
@@ -192,7 +193,7 @@ def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
 @pytest.mark.slow
 def test_a_rank_of_another_torchrun_is_killed(launched, tmp_path):
     """Both torchruns restart their ranks."""
-    endpoint = f"localhost:{processes.free_port()}"
+    endpoint = f"localhost:{free_port()}"
     how = f"""
         -m torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=x
         --nnodes=2 --nproc_per_node=1 --max-restarts=1
@@ -225,7 +226,7 @@ def test_a_port_that_is_taken_is_a_mistake(launched, tmp_path):
 
 
 AFTER = {
-    "signed in": (processes, "meet"),
+    "signed in": (rendezvous, "meet"),
     "connected": (processes, "start"),
     "in a group": (parallel, "make_mesh"),
 }
@@ -234,7 +235,7 @@ AFTER = {
 @contextlib.contextmanager
 def befallen(size, moment, victim, number, rank):
     """One of `size` ranks gets a signal at this moment. Rank 0 comes later than the others."""
-    processes.MEETING = 8
+    rendezvous.MEETING = 8
     Path(f"ready {rank}").touch()
     wait_for(lambda: len(list(Path().glob("ready *"))) == size)
     if rank != victim:

@@ -24,6 +24,7 @@ from test_scenarios import before_step
 import data
 import fsdp_train
 import processes
+from launch import rendezvous
 from lifecycle import runlog, watchdog
 from program import RESUME_ME
 from text import tokenizer
@@ -127,7 +128,7 @@ def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers):
 
 
 def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something():
-    signs = processes.SignsOfLife(0, 3)
+    signs = rendezvous.SignsOfLife(0, 3)
     now = signs.last_look
     for second in range(1, 41):
         signs.look({1: second, 2: 0}, now + second)
@@ -143,7 +144,7 @@ def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something()
 
 
 def test_a_rank_looks_at_rank_0_alone_and_waits_for_its_store():
-    signs = processes.SignsOfLife(999, 1000)
+    signs = rendezvous.SignsOfLife(999, 1000)
     now = signs.last_look
     signs.look({0: 1}, now + 1)
     for number in range(1, 6):  # each look takes 6 seconds, since the store does not reply
@@ -271,7 +272,7 @@ def ends_after_others(world):
         time.sleep(1)
         guard.leave_store()
         return True
-    guard.signs_of_life = processes.SignsOfLife(0, world.global_size)
+    guard.signs_of_life = rendezvous.SignsOfLife(0, world.global_size)
     guard.store.set("status", str(RESUME_ME))
     patient = mock.patch.object(watchdog, "REPLY_TIMEOUT", 60)
     with patient, pytest.raises(SystemExit):
