@@ -2,7 +2,7 @@
 
     World                the numbers of a rank, its device, and its groups of other ranks
     start                a rank learns who it is, picks its device and joins the others
-    rank_zero_decides    rank 0 decides, and all ranks get its result or its error
+    together             what fails on one rank fails on all; rank_zero_decides: rank 0 acts for all
     dp_sum, all_max      collectives
     run                  calls a program's main and ends the rank with an exit status
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import devices
 import program
 from launch import rendezvous
-from program import RESUME_ME, UserError, end_with_torchrun, require, whoami
+from program import RESUME_ME, StartAgain, UserError, end_with_torchrun, require, whoami
 
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 
@@ -328,23 +328,37 @@ def is_lost(error: BaseException) -> bool:
 # Agreeing
 
 
-def rank_zero_decides(decide):
-    """`decide()` on rank 0, or in a process without others.
+def together(action, on: str | int = "all"):
+    """Call `action()` on "all" ranks, or on rank 0; if it fails on one, all raise its error.
 
-    Every rank gets its result, or its UserError.
+    Returns the results of all ranks, or that of rank 0. A collective, which also works in a process
+    without others. UserError and OSError (a full disk, a missing permission) are shared, as a
+    UserError; any other exception is a bug, and ends its own rank.
     """
     if not dist.is_initialized():
-        return decide()
-    box = [None]
-    if dist.get_rank() == 0:
+        return action() if on == 0 else [action()]
+    result = error = None
+    if on == "all" or dist.get_rank() == on:
         try:
-            box = [decide()]
-        except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-            box = [UserError(str(error), on_all_ranks=True)]
-    dist.broadcast_object_list(box, device=torch.device("cpu"))
-    if isinstance(box[0], UserError):
-        raise box[0]
-    return box[0]
+            result = action()
+        except (UserError, OSError) as failure:
+            kind = StartAgain if isinstance(failure, StartAgain) else UserError
+            error = kind(str(failure), on_all_ranks=True)
+    found = [(result, error)] * (dist.get_world_size() if on == "all" else 1)
+    if on == "all":
+        dist.all_gather_object(found, found[0])
+    else:
+        dist.broadcast_object_list(found, src=on, device=torch.device("cpu"))
+    for _, error in found:
+        if error:
+            raise error
+    results = [result for result, _ in found]
+    return results if on == "all" else results[0]
+
+
+def rank_zero_decides(decide):
+    """`decide()` on rank 0. Every rank gets its result, or its UserError: see `together`."""
+    return together(decide, on=0)
 
 
 def all_max(numbers: list[float], world: World) -> list[float]:

@@ -28,7 +28,8 @@ import processes
 from config import TrainConfig
 from launch import rendezvous
 from launch.pool import free_port, torchrun_variables
-from program import UserError
+from program import RESUME_ME, StartAgain, UserError
+from storage.object_store import StoreError
 
 # -------------------------------------------------------------------------------------------------
 # Meeting in a store
@@ -350,6 +351,38 @@ def test_nccl_leaves_it_to_our_watchdog_unless_the_user_says_otherwise(monkeypat
         monkeypatch.setattr(os, "environ", dict(users))
         processes.start("cpu", timeout)
         assert [os.environ.get(name) for name in names] == expected
+
+
+# -------------------------------------------------------------------------------------------------
+# Failing together
+
+
+def shared(world, victims, error, on):
+    """What this rank gets of an action that fails with `error` on the ranks `victims`."""
+
+    def action():
+        if world.global_rank in victims:
+            raise error
+        return world.global_rank
+
+    try:
+        return processes.together(action, on)
+    except UserError as failure:
+        return str(failure), failure.status, failure.on_all_ranks
+
+
+def test_what_fails_on_one_rank_fails_on_all(ranks):
+    """Also if it is not rank 0. The exit status is that of the error."""
+    call = ranks(2)
+    assert call(shared, [], None, "all") == [[0, 1]] * 2
+    assert call(shared, [1], None, 0) == [0] * 2  # there rank 1 does not act
+    again = StartAgain("the shard is gone")
+    assert call(shared, [1], again, "all") == [("the shard is gone", RESUME_ME, True)] * 2
+    full = OSError(28, "No space left on device")
+    for on in ("all", 0):
+        assert call(shared, [0], full, on) == [(str(full), 2, True)] * 2
+    down = StoreError("the store is down", passes=True)  # of a kind with arguments of its own
+    assert call(shared, [1], down, "all") == [("the store is down", 2, True)] * 2
 
 
 # -------------------------------------------------------------------------------------------------
