@@ -57,7 +57,7 @@ import program
 from config import MPTConfig, TrainConfig, from_dict
 from model import MPT
 from optim import ADAMW, kind_of
-from processes import rank_zero_decides
+from processes import rank_zero_decides, together
 from program import UserError, require
 from storage import checkpoint_files, files
 from storage.checkpoint_files import (
@@ -505,20 +505,15 @@ def verify(path: Path) -> str | None:
     if dist.is_initialized():
         global_rank, global_size = dist.get_rank(), dist.get_world_size()
 
-    share = sorted(checksums)[global_rank::global_size]
-    try:
-        own_fault = checkpoint_files.first_fault(path, checksums, share)
-    except OSError as error:  # of the file system, or of a node that does not see it: not damage
-        who = f"rank {global_rank} on {platform.node()}"
-        own_fault = UserError(f"{who} cannot read {path}: {error.strerror}", on_all_ranks=True)
-    faults = [own_fault] * global_size
-    if dist.is_initialized():
-        dist.all_gather_object(faults, own_fault)
+    def first_fault():
+        share = sorted(checksums)[global_rank::global_size]
+        try:
+            return checkpoint_files.first_fault(path, checksums, share)
+        except OSError as error:  # of the file system, or of a node that does not see it: no damage
+            who = f"rank {global_rank} on {platform.node()}"
+            raise UserError(f"{who} cannot read {path}: {error.strerror}") from error
 
-    for fault in faults:
-        if isinstance(fault, UserError):
-            raise fault
-    damage = next(filter(None, faults), None)
+    damage = next(filter(None, together(first_fault)), None)
     return damage or rank_zero_decides(lambda: checkpoint_files.contradiction(path, checksums))
 
 
@@ -575,7 +570,7 @@ def load(path: Path, model: MPT, optimizer) -> None:
         settings_now.append({key: value for key, value in group.items() if key != "params"})
 
     state = state_of(model, optimizer)  # also makes the state of an optimizer that has none yet
-    require_same_optimizer(path, optimizer)
+    rank_zero_decides(lambda: require_same_optimizer(path, optimizer))
     metadata = rank_zero_decides(lambda: read_metadata(path))
     require_weights(path, metadata, saved_weights(model))
     fill(path, state, metadata, layout_of(model))
@@ -592,18 +587,17 @@ def load(path: Path, model: MPT, optimizer) -> None:
 
 
 def require_same_optimizer(path: Path, optimizer) -> None:
-    """Raise UserError, on all ranks, if a checkpoint was saved with another kind of optimizer.
+    """Raise UserError if a checkpoint was saved with another kind of optimizer. On rank 0.
 
     The kind is known once the optimizer has state: see `optim.kind_of`.
     """
     saved = read_meta(path).get("optimizer", ADAMW)
     current = kind_of(optimizer)
-    if saved != current:
-        raise UserError(
-            f"{path} was saved with the optimizer {saved}, here it is {current}: continue with "
-            f"{saved}, or begin with {program.shell(f'--init_from={path}')} and another --run_dir",
-            on_all_ranks=True,
-        )
+    require(
+        saved == current,
+        f"{path} was saved with the optimizer {saved}, here it is {current}: continue with "
+        f"{saved}, or begin with {program.shell(f'--init_from={path}')} and another --run_dir",
+    )
 
 
 def settings(path: Path) -> MPTConfig:

@@ -53,6 +53,7 @@ import config
 import processes
 import program
 from config import blocks_of
+from launch.pool import Pool, PoolError
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
 from program import UserError, require
@@ -409,9 +410,9 @@ def sleeping_stage(world: processes.World, n: int) -> float:
 def measured_bubble(stages: int, n: int) -> float:
     """The bubble of stages that sleep, each in a process of its own on this machine."""
     try:
-        pool = processes.Pool(stages, processes.start, "cpu")
+        pool = Pool(stages, processes.start, "cpu")
         bubble_of_all, *_ = pool(sleeping_stage, n)
-    except processes.PoolError as error:
+    except PoolError as error:
         raise UserError("a stage's process ended: set a smaller --stages") from error
     pool.stop()
     return bubble_of_all

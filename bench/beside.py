@@ -28,9 +28,9 @@ import processes
 import program
 from bench import train
 from config import MPTConfig, TrainConfig
+from launch.pool import Pool, PoolError
 from lifecycle import runlog
 from model import MPT, init_weights
-from processes import Pool, PoolError
 from program import require
 
 FIRST = "ours, ALiBi"

@@ -47,8 +47,8 @@ import processes
 import program
 from bench import compare
 from config import MPTConfig, TrainConfig
+from launch.pool import Pool, PoolError, described
 from lifecycle import compiling, runlog
-from processes import Pool, PoolError
 from program import require
 
 # The small model that is measured when no config is given.
@@ -166,7 +166,7 @@ def random_batches(m: MPTConfig, rows: int, device: torch.device):
 
 
 class Launched:
-    """The ranks that torchrun or srun has started, called as a processes.Pool is."""
+    """The ranks that torchrun or srun has started, called as a Pool is."""
 
     def __init__(self, start, *args):
         self.state = start(*args)

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from launch.pool import Pool, PoolError
 from lessons import changes
-from processes import Pool, PoolError
 from program import UserError
 
 SECONDS = 30  # for one call

@@ -40,9 +40,9 @@ from typing import NamedTuple
 
 import checkpoint
 import config
-import processes
 import program
 from config import MPTConfig, TrainConfig
+from launch.pool import free_port, torchrun_variables
 from lifecycle import plot, runlog
 from program import require
 
@@ -80,12 +80,12 @@ class Launch:
     """
 
     def __init__(self, flags: list[str], ranks: int, log: Path):
-        port = processes.free_port()
+        port = free_port()
         threads = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // ranks))}
         command = [sys.executable, ROOT / "fsdp_train.py", *flags]
         self.processes = []
         for rank in range(ranks):
-            env = os.environ | threads | processes.torchrun_variables(rank, ranks, port)
+            env = os.environ | threads | torchrun_variables(rank, ranks, port)
             with open(log, "a") as out:
                 process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
             self.processes.append(process)

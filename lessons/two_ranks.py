@@ -23,14 +23,15 @@ from torch.utils._pytree import tree_leaves
 import fsdp_train
 import parallel
 import processes
+from launch.pool import Pool
 
 
-def start() -> processes.Pool:
+def start() -> Pool:
     """Two ranks. A new process imports the file that runs here: no lesson must run again there."""
     main = vars(sys.modules["__main__"])
     with mock.patch.dict(main):
         main.pop("__file__", None)
-        return processes.Pool(2, join)
+        return Pool(2, join)
 
 
 def join() -> int:

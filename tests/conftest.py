@@ -47,7 +47,7 @@ PATIENCE = 600  # seconds that one function on all ranks, or one launched progra
 
 
 class Ranks:
-    """A `processes.Pool` of ranks joined by gloo, started when called and kept for the session.
+    """A `launch.pool.Pool` of ranks joined by gloo, started when called and kept for the session.
 
     Each process has one thread, and the variables of `environment`. Without any it is forked from
     one that has imported the trainer, as the ranks of `launches.Job`.
@@ -63,7 +63,7 @@ class Ranks:
 
         Raises AssertionError with the traceback of the rank that failed first.
         """
-        import processes
+        from launch.pool import PoolError
 
         self.calls += 1
         if self.calls % LIFE == 0:
@@ -71,7 +71,7 @@ class Ranks:
         try:
             self.pool = self.pool or self.new_pool()
             return self.pool(call, function, *args, patience=PATIENCE)
-        except processes.PoolError as error:
+        except PoolError as error:
             self.pool = None  # the next call starts new ranks
             raise AssertionError(error.details or str(error)) from None
         finally:
@@ -80,11 +80,11 @@ class Ranks:
     def new_pool(self):
         import launches
 
-        import processes
+        from launch.pool import Pool
 
         if not self.environment:
             launches.start_server()
-        return processes.Pool(
+        return Pool(
             self.size,
             joined,
             environment={"OMP_NUM_THREADS": "1"} | self.environment,
@@ -108,11 +108,12 @@ def joined():
 
     import parallel
     import processes
+    from launch.pool import torchrun_variables
 
     # Each mesh makes groups, whose threads poll for ever: equal calls share one.
     parallel.connect_mesh = functools.cache(parallel.connect_mesh)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
-    for name in processes.torchrun_variables(0, 1, 0):
+    for name in torchrun_variables(0, 1, 0):
         del os.environ[name]
     rank, size = dist.get_rank(), dist.get_world_size()
     return processes.World(rank, size, rank, size, torch.device("cpu"))

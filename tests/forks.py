@@ -20,7 +20,7 @@ from pathlib import Path
 
 from conftest import PATIENCE, clean_environment
 
-import processes
+from launch.pool import free_port, torchrun_variables
 
 
 class Forks:
@@ -40,8 +40,8 @@ class Forks:
 
         The status of several ranks is 0 if all have ended with it.
         """
-        port = processes.free_port()
-        places = [processes.torchrun_variables(rank, ranks, port) for rank in range(ranks)]
+        port = free_port()
+        places = [torchrun_variables(rank, ranks, port) for rank in range(ranks)]
         out, err = (Path(self.folder.name, name) for name in ("out", "err"))
         for path in (out, err):
             path.write_text("")

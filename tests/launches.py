@@ -31,9 +31,9 @@ from conftest import PATIENCE, ROOT, clean_environment
 import fsdp_train
 import processes
 import program
+from launch.pool import free_port, torchrun_variables
 from lifecycle import runlog
 from lifecycle.lease import Lease
-from processes import free_port, torchrun_variables
 from program import UserError
 from weights.load import load_model
 

@@ -1,4 +1,4 @@
-"""processes.Pool: ranks of our own that answer, fail and die."""
+"""launch.pool.Pool: ranks of our own that answer, fail and die."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, clean_environment
 
-from processes import Pool, PoolError
+from launch.pool import Pool, PoolError
 
 
 class Counter:
@@ -103,13 +103,13 @@ def test_an_answer_may_be_waited_for_so_long_and_no_longer():
 
 PARENT = """
 import os, time
-import processes
+from launch.pool import Pool
 
 def pid(started):
     return os.getpid()
 
 if __name__ == "__main__":
-    print(*processes.Pool(1, os.getpid)(pid), flush=True)
+    print(*Pool(1, os.getpid)(pid), flush=True)
     time.sleep(600)
 """
 

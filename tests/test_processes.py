@@ -26,8 +26,10 @@ import devices
 import parallel
 import processes
 from config import TrainConfig
-from processes import torchrun_variables
-from program import UserError
+from launch import rendezvous
+from launch.pool import free_port, torchrun_variables
+from program import RESUME_ME, StartAgain, UserError
+from storage.object_store import StoreError
 
 # -------------------------------------------------------------------------------------------------
 # Meeting in a store
@@ -48,7 +50,7 @@ def pool():
 
 
 def meet(connect, pool, rank, size, seconds=30):
-    return pool.submit(processes.meet, connect(), rank, size, seconds)
+    return pool.submit(rendezvous.meet, connect(), rank, size, seconds)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
@@ -179,7 +181,7 @@ KINDS = {
 )
 def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
     """By kill -9, rank 0 and rank 1 in turns."""
-    how = [flag.format(port=processes.free_port()) for flag in KINDS[kind]]
+    how = [flag.format(port=free_port()) for flag in KINDS[kind]]
     how += ["--nproc_per_node=2", f"--max-restarts={kills}"]
     job = launched("-m", "torch.distributed.run", *how)
     for number in range(kills):
@@ -192,7 +194,7 @@ def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
 @pytest.mark.slow
 def test_a_rank_of_another_torchrun_is_killed(launched, tmp_path):
     """Both torchruns restart their ranks."""
-    endpoint = f"localhost:{processes.free_port()}"
+    endpoint = f"localhost:{free_port()}"
     how = f"""
         -m torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=x
         --nnodes=2 --nproc_per_node=1 --max-restarts=1
@@ -225,7 +227,7 @@ def test_a_port_that_is_taken_is_a_mistake(launched, tmp_path):
 
 
 AFTER = {
-    "signed in": (processes, "meet"),
+    "signed in": (rendezvous, "meet"),
     "connected": (processes, "start"),
     "in a group": (parallel, "make_mesh"),
 }
@@ -234,7 +236,7 @@ AFTER = {
 @contextlib.contextmanager
 def befallen(size, moment, victim, number, rank):
     """One of `size` ranks gets a signal at this moment. Rank 0 comes later than the others."""
-    processes.MEETING = 8
+    rendezvous.MEETING = 8
     Path(f"ready {rank}").touch()
     wait_for(lambda: len(list(Path().glob("ready *"))) == size)
     if rank != victim:
@@ -349,6 +351,38 @@ def test_nccl_leaves_it_to_our_watchdog_unless_the_user_says_otherwise(monkeypat
         monkeypatch.setattr(os, "environ", dict(users))
         processes.start("cpu", timeout)
         assert [os.environ.get(name) for name in names] == expected
+
+
+# -------------------------------------------------------------------------------------------------
+# Failing together
+
+
+def shared(world, victims, error, on):
+    """What this rank gets of an action that fails with `error` on the ranks `victims`."""
+
+    def action():
+        if world.global_rank in victims:
+            raise error
+        return world.global_rank
+
+    try:
+        return processes.together(action, on)
+    except UserError as failure:
+        return str(failure), failure.status, failure.on_all_ranks
+
+
+def test_what_fails_on_one_rank_fails_on_all(ranks):
+    """Also if it is not rank 0. The exit status is that of the error."""
+    call = ranks(2)
+    assert call(shared, [], None, "all") == [[0, 1]] * 2
+    assert call(shared, [1], None, 0) == [0] * 2  # there rank 1 does not act
+    again = StartAgain("the shard is gone")
+    assert call(shared, [1], again, "all") == [("the shard is gone", RESUME_ME, True)] * 2
+    full = OSError(28, "No space left on device")
+    for on in ("all", 0):
+        assert call(shared, [0], full, on) == [(str(full), 2, True)] * 2
+    down = StoreError("the store is down", passes=True)  # of a kind with arguments of its own
+    assert call(shared, [1], down, "all") == [("the store is down", 2, True)] * 2
 
 
 # -------------------------------------------------------------------------------------------------

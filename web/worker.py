@@ -37,9 +37,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import config
-import processes
 import program
 from config import MPTConfig, TrainConfig
+from launch.pool import free_port, torchrun_variables
 from lifecycle import runlog
 from program import RESUME_ME, UserError, require
 from storage import files
@@ -79,12 +79,12 @@ class Local:
     def start(self, job: Job, lock: int) -> None:
         """Start the training of a job. lock: the open file of its lock, which the ranks inherit."""
         command = [sys.executable, str(ROOT / "fsdp_train.py"), str(job.settings)]
-        port = processes.free_port() if self.nproc > 1 else 0
+        port = free_port() if self.nproc > 1 else 0
         threads = max(1, (os.cpu_count() or 1) // self.nproc)
         self.ends.pop(job.id, None)
         self.ranks[job.id] = []
         for rank in range(self.nproc):
-            variables = processes.torchrun_variables(rank, self.nproc, port) if port else {}
+            variables = torchrun_variables(rank, self.nproc, port) if port else {}
             environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **variables}
             with job.log.open("ab") as log:
                 process = subprocess.Popen(

@@ -9,7 +9,7 @@ from conftest import ROOT, clean_environment
 
 from bench import beside
 from config import MPTConfig
-from processes import PoolError
+from launch.pool import PoolError
 from program import UserError
 
 TINY = """

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 
 from finetuning import lines  # noqa: E402
 
-import processes  # noqa: E402
+from launch.pool import free_port  # noqa: E402
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
@@ -30,7 +30,7 @@ def proxy(tiny_run, tmp_path):
     """(the port of nginx, its two servers)."""
     shutil.copytree(tiny_run, tmp_path / "run")
     served = [Served(tmp_path, "--rows=4", "--jobs=jobs") for _ in range(2)]
-    port = processes.free_port()
+    port = free_port()
     conf = (ROOT / "slurm/nginx.conf").read_text()
     ours = {"listen 8080": port, "127.0.0.1:8001": served[0].port, "127.0.0.1:8002": served[1].port}
     for old, new in ours.items():
