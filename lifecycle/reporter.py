@@ -26,7 +26,7 @@ import parallel
 import processes
 import program
 from config import MPTConfig, TrainConfig
-from lifecycle import resume, runlog
+from lifecycle import runlog
 from lifecycle.cadence import BadSteps
 from model import MPT
 
@@ -360,7 +360,7 @@ def rate_note(cfg: TrainConfig, start) -> list[str]:
     if f"{first:.2e}" in (f"{last:.2e}", f"{expected:.2e}"):
         return []
 
-    changed = ", ".join(resume.differing(optim.RATE_SETTINGS, saved, ours))
+    changed = ", ".join(checkpoint.differing(optim.RATE_SETTINGS, saved, ours))
     jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
     return [f"note: the checkpoint has {changed}: {jump}"]
 

@@ -14,9 +14,11 @@ from conftest import ROOT, flags_for, rooms_on_path
 ORDER = """
     program config storage/ devices flops planning/ gpu_kernels/ attention loss model text/ data
     optim processes tensor_parallel pipeline lora parallel checkpoint
-    lifecycle/ weights/ evaluation/ serving/ web/
+    weights/ evaluation/ lifecycle/ serving/ web/
     fsdp_train nano generate plan serve bench/ lessons/
 """.split()
+# The one exception: a model card draws the curve of a run.
+LATER = {"weights.card": {"lifecycle.plot", "lifecycle.runlog"}}
 # Imported by bench, lessons and tests alone.
 PROGRAMS = ["fsdp_train", "generate", "nano", "plan", "serve"]
 NO_LIMIT = ["bench", "lessons"]  # one program a file
@@ -78,7 +80,8 @@ def test_imports_only_point_to_what_stands_earlier():
         here = place_of(module_of(path))
         assert here in ORDER, f"{path.name} is new: give it its place in ORDER"
         earlier = ORDER[: ORDER.index(here)] + [here] * here.endswith("/")
-        later = {name for name in ours(path) if place_of(name) not in earlier}
+        allowed = LATER.get(module_of(path), set())
+        later = {name for name in ours(path) - allowed if place_of(name) not in earlier}
         assert not later, f"{module_of(path)} imports {sorted(later)}, which stand later in ORDER"
 
 
