@@ -442,6 +442,57 @@ def batch_hash(rows, dp_rank: int):
     return (mixed ^ (mixed >> 32)).sum()
 
 
+class Batch(NamedTuple):
+    """This rank's rows of a step, ready for training."""
+
+    microbatches: list  # (ids, labels), both (rows, T) int64, of at most microbatch_size rows
+    counts: object  # a tensor (2,): learned tokens, and `batch_hash`
+
+
+def make_batch(rows, cfg: TrainConfig, dp_rank: int) -> Batch:
+    """The batch of this rank's rows (B, T + 1), on their device.
+
+    The sums of `counts` over the data-parallel ranks are those of the global batch.
+    """
+    import torch
+
+    from loss import IGNORE
+
+    ids, labels = inputs_and_labels(rows)
+    counts = torch.stack([(labels != IGNORE).sum(), batch_hash(rows, dp_rank)])
+    return Batch(cut_into_microbatches(ids, labels, cfg), counts)
+
+
+def cut_into_microbatches(ids, labels, cfg: TrainConfig) -> list[tuple]:
+    """[(ids, labels), ...] of ids and labels (B, T): at most microbatch_size rows each.
+
+    Compiled blocks need microbatches of one size. A row that is missing in the last one counts for
+    nothing, since its labels are IGNORE.
+    """
+    import torch.nn.functional as F
+
+    from loss import IGNORE
+
+    size = microbatch_rows(len(ids), cfg)
+    if cfg.compile is True:
+        missing = -len(ids) % size
+        ids = F.pad(ids, (0, 0, 0, missing))
+        labels = F.pad(labels, (0, 0, 0, missing), value=IGNORE)
+    return list(zip(ids.split(size), labels.split(size), strict=True))
+
+
+def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:
+    """The rows of each microbatch that a rank cuts its n_rows into: at most cfg.microbatch_size.
+
+    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
+    few as otherwise: nine rows, eight at a time, are two times five.
+    """
+    if cfg.compile is not True:
+        return cfg.microbatch_size
+    n_microbatches = math.ceil(n_rows / cfg.microbatch_size)
+    return math.ceil(n_rows / n_microbatches)
+
+
 def prefetch(read_batch, steps, device):
     """Yield (step, read_batch(step) as a tensor on `device`), one step ahead of its use.
 

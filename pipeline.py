@@ -47,7 +47,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 import config
 import processes
@@ -314,7 +313,7 @@ def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, bef
 
     As fsdp_train.forward_backward, for one stage. A collective of the stages; each gets the sum.
 
-    autocast(): a context for forward passes. before_microbatch(last): parallel.py's.
+    autocast: a context for each forward pass. before_microbatch(last): parallel.py's.
     """
     loss_sum = torch.zeros((), device=world.device)
     # microbatch -> (x, the node of the graph at which its backward begins). The node keeps the
@@ -322,14 +321,14 @@ def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, bef
     kept = {}
 
     def empty(i):
-        with autocast():
+        with autocast:
             return model.empty_hidden_states(microbatches[i][0])
 
     def forward(i, x):
         ids, labels = microbatches[i]
         if x is not None:
             x.requires_grad_()
-        with record_function("forward"), autocast():
+        with autocast:
             y = model(ids, labels=labels, z_loss=z_loss, x=x)
         if not model.pipe.is_last:
             kept[i] = x, get_gradient_edge(y)
@@ -341,8 +340,7 @@ def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, bef
     def backward(i, dy):
         before_microbatch(last=i == len(microbatches) - 1)
         x, edge = kept.pop(i)
-        with record_function("backward"):
-            torch.autograd.backward(edge, dy)
+        torch.autograd.backward(edge, dy)
         return None if x is None else x.grad
 
     one_f_one_b(model.pipe, len(microbatches), empty, forward, backward)

@@ -33,9 +33,8 @@ from checkpoint import (
     numbered,
     verify,
 )
-from config import MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig, step_ranges
 from lifecycle import runlog
-from lifecycle.cadence import step_ranges
 from program import UserError, require
 from storage import checkpoint_files
 from storage.checkpoint_files import read_meta

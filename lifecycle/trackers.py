@@ -39,7 +39,6 @@ from pathlib import Path
 import config
 import program
 from config import TRACKERS, TrainConfig
-from lifecycle.cadence import Cadence
 from program import UserError, require
 from storage import files
 
@@ -136,11 +135,11 @@ class Steps:
         settings = files.read_json(self.run / "config.json")
         intervals = ("max_steps", "eval_interval", "icl_interval")
         known = {name: settings[name] for name in intervals if name in settings}
-        cadence = Cadence(TrainConfig(**known))
+        cfg = TrainConfig(**known)
         names = self.found.get(step, {})
-        lacks_loss = cadence.evaluation_due(step) and "val_loss" not in names
+        lacks_loss = cfg.evaluation_due(step) and "val_loss" not in names
         has_tasks = any(name.startswith("icl/") for name in names)
-        return lacks_loss or (cadence.tasks_due(step) and not has_tasks)
+        return lacks_loss or (cfg.tasks_due(step) and not has_tasks)
 
     def read(self) -> None:
         """Read the lines that are new; all of them if the file is another one."""

@@ -14,8 +14,6 @@ training loop, and rank 0 serves a small key-value store (PyTorch's TCPStore) to
                                      of waiting for the failed rank in a collective
     out of memory                    all exit with 75, and the next start halves the microbatch
 
-`Guard` is the one context around the training loop: signals, lease, watchdog, straggler timer.
-
 Run `torchrun --nproc_per_node 2 -m lifecycle.watchdog` to see it name a rank that sleeps.
 """
 
@@ -47,32 +45,6 @@ WAITS = "waits"
 WAITING = ("distributed", "cuda", "autograd")  # folders of torch in which a main thread waits
 # Errors of the store: rank 0 is gone, or so stuck that its server does not reply.
 STORE_LOST = (RuntimeError, futures.TimeoutError)
-
-
-class Guard(contextlib.ExitStack):
-    """Protects the training loop on one rank: signals, lease, watchdog and straggler timer."""
-
-    def __init__(self, signals, lease, watchdog: "Watchdog", straggler_timer: "StragglerTimer"):
-        super().__init__()
-        self.signals, self.lease = signals, lease
-        self.watchdog, self.straggler_timer = watchdog, straggler_timer
-
-    def __enter__(self):
-        self.signals.nothing_to_save = False
-        self.enter_context(self.lease)
-        self.enter_context(self.watchdog)
-        return self
-
-    def watch(self, batches):
-        """Yield the same (step, rows); time the wait for each, and record a heartbeat after it."""
-        begin = time.perf_counter()
-        for number, (step, rows) in enumerate(batches):
-            self.straggler_timer.reading_seconds = time.perf_counter() - begin
-            self.watchdog.step = step
-            collect_garbage(number)
-            yield step, rows
-            self.watchdog.heartbeat()
-            begin = time.perf_counter()
 
 
 def collect_garbage(steps_since_start: int, interval: int = 50) -> None:

@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing.gpu_runs import Windows
 
 import config
+import data
 import fsdp_train
 import parallel
 from config import MPTConfig, TrainConfig
 from lifecycle import compiling
+from loss import IGNORE
 from model import MPT, Block
 from processes import World
 from program import UserError
@@ -106,13 +108,13 @@ def test_compiled_microbatches_have_one_size_and_no_more_work_than_needed(n_rows
     ids = torch.arange(n_rows * 4).view(n_rows, 4) + 1
     labels = ids + 100
     cfg = TrainConfig(microbatch_size=at_most, compile=True)
-    parts = fsdp_train.cut(ids, labels, cfg)
+    parts = data.cut_into_microbatches(ids, labels, cfg)
     assert [len(part) for part, _ in parts] == sizes
     all_ids, all_labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     assert torch.equal(all_ids[:n_rows], ids) and torch.equal(all_labels[:n_rows], labels)
-    assert (all_labels[n_rows:] == fsdp_train.IGNORE).all()
+    assert (all_labels[n_rows:] == IGNORE).all()
 
-    uncompiled = fsdp_train.cut(ids, labels, replace(cfg, compile=False))
+    uncompiled = data.cut_into_microbatches(ids, labels, replace(cfg, compile=False))
     assert [len(part) for part, _ in uncompiled][:-1] == [at_most] * ((n_rows - 1) // at_most)
     assert torch.equal(torch.cat([part for part, _ in uncompiled]), ids)
 

@@ -19,6 +19,7 @@ from layouts import (
     settings,
 )
 
+import data
 import fsdp_train
 import parallel
 import tensor_parallel
@@ -186,7 +187,7 @@ def gradients_in_float64(_, job):
     ids, labels = rows[:, :-1], rows[:, 1:]
     n_tokens = (labels != IGNORE).sum()
     torch.set_default_dtype(torch.float64)  # of the loss's sum
-    microbatches = fsdp_train.cut(ids, labels, cfg)
+    microbatches = data.cut_into_microbatches(ids, labels, cfg)
     loss = fsdp_train.forward_backward(model, microbatches, n_tokens, cfg, world, "fp32")
     torch.set_default_dtype(torch.float32)
     parallel.finish_gradients(model)
