@@ -29,6 +29,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 import config
 import data
@@ -97,16 +98,17 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     loss_sum = forward_backward(model, batch.microbatches, n_tokens, cfg, world, precision)
     loss = processes.dp_sum(loss_sum, world) / n_tokens
 
-    # clip: the norm is that of the whole gradient, over all ranks
-    parallel.finish_gradients(model)  # only --tp and --pp have left parts to be summed
-    grad_norm = parallel.grad_norm(model)
-    optim.clip_gradients(model.parameters(), grad_norm, cfg.grad_clip)
+    with record_function("optimizer"):
+        # clip: the norm is that of the whole gradient, over all ranks
+        parallel.finish_gradients(model)  # only --tp and --pp have left parts to be summed
+        grad_norm = parallel.grad_norm(model)
+        optim.clip_gradients(model.parameters(), grad_norm, cfg.grad_clip)
 
-    # update, unless the step is bad
-    for group in optimizer.param_groups:
-        group["lr"] = optim.rate_factor(step, cfg) * optim.peak_rate(group, cfg)
-    optim.step_if_good(optimizer, loss.isfinite() & grad_norm.isfinite())
-    optimizer.zero_grad()
+        # update, unless the step is bad
+        for group in optimizer.param_groups:
+            group["lr"] = optim.rate_factor(step, cfg) * optim.peak_rate(group, cfg)
+        optim.step_if_good(optimizer, loss.isfinite() & grad_norm.isfinite())
+        optimizer.zero_grad()
     return loss, grad_norm, batch_hash
 
 
@@ -122,12 +124,13 @@ def forward_backward(model, microbatches, n_tokens, cfg, world, precision):
         loss_sum = torch.zeros((), device=world.device)
         for number, (ids, labels) in enumerate(microbatches, 1):
             parallel.before_microbatch(model, cfg, last=number == len(microbatches))
-            with autocast:
+            with record_function("forward"), autocast:
                 loss = model(ids, labels=labels, z_loss=cfg.z_loss)  # a sum over the tokens
             # n_tokens counts those of all ranks, and fully_shard takes the mean of the ranks'
             # gradients. So with 2 ranks, which have 3 and 5 of 8 tokens:
             #     (2/8 * sum over 3  +  2/8 * sum over 5) / 2  =  sum over 8 / 8
-            (loss * world.dp_size / n_tokens).backward()
+            with record_function("backward"):
+                (loss * world.dp_size / n_tokens).backward()
             loss_sum += loss.detach_()  # in place, which frees the graph
         return loss_sum
 

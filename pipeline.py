@@ -47,6 +47,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 import config
 import processes
@@ -328,7 +329,7 @@ def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, bef
         ids, labels = microbatches[i]
         if x is not None:
             x.requires_grad_()
-        with autocast:
+        with record_function("forward"), autocast:
             y = model(ids, labels=labels, z_loss=z_loss, x=x)
         if not model.pipe.is_last:
             kept[i] = x, get_gradient_edge(y)
@@ -340,7 +341,8 @@ def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, bef
     def backward(i, dy):
         before_microbatch(last=i == len(microbatches) - 1)
         x, edge = kept.pop(i)
-        torch.autograd.backward(edge, dy)
+        with record_function("backward"):
+            torch.autograd.backward(edge, dy)
         return None if x is None else x.grad
 
     one_f_one_b(model.pipe, len(microbatches), empty, forward, backward)
