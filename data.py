@@ -443,42 +443,24 @@ def batch_hash(rows, dp_rank: int):
 
 
 class Batch(NamedTuple):
-    """This rank's rows of a step, ready for training."""
+    """A rank's rows of a step, ready for training."""
 
-    microbatches: list  # (ids, labels), both (rows, T) int64, of at most microbatch_size rows
-    counts: object  # a tensor (2,): learned tokens, and `batch_hash`
+    microbatches: list  # [(ids, labels), ...], both (rows, T) int64
+    counts: object  # a tensor (2,): how many labels are learned, and the hash of the ids
 
 
 def make_batch(rows, cfg: TrainConfig, dp_rank: int) -> Batch:
     """The batch of this rank's rows (B, T + 1), on their device.
 
-    The sums of `counts` over the data-parallel ranks are those of the global batch.
+    The sums of its counts over the data-parallel ranks are those of the global batch.
     """
     import torch
 
-    from loss import IGNORE
-
-    ids, labels = inputs_and_labels(rows)
-    counts = torch.stack([(labels != IGNORE).sum(), batch_hash(rows, dp_rank)])
-    return Batch(cut_into_microbatches(ids, labels, cfg), counts)
-
-
-def cut_into_microbatches(ids, labels, cfg: TrainConfig) -> list[tuple]:
-    """[(ids, labels), ...] of ids and labels (B, T): at most microbatch_size rows each.
-
-    Compiled blocks need microbatches of one size. A row that is missing in the last one counts for
-    nothing, since its labels are IGNORE.
-    """
-    import torch.nn.functional as F
-
-    from loss import IGNORE
-
-    size = microbatch_rows(len(ids), cfg)
-    if cfg.compile is True:
-        missing = -len(ids) % size
-        ids = F.pad(ids, (0, 0, 0, missing))
-        labels = F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-    return list(zip(ids.split(size), labels.split(size), strict=True))
+    counts = torch.stack([(rows[:, 1:] >= 0).sum(), batch_hash(rows, dp_rank)])
+    size = microbatch_rows(len(rows), cfg)
+    if cfg.compile is True:  # fill up the last microbatch: of these rows nothing is learned
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % size), value=~0)
+    return Batch([inputs_and_labels(part) for part in rows.split(size)], counts)
 
 
 def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:

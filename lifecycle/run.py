@@ -291,9 +291,10 @@ class LateReader:
     def __init__(self, run: Run):
         """run: one that is about to take its first step."""
         self.log, self.model_cfg, self.cfg, self.world = run.log, run.model_cfg, run.cfg, run.world
-        self.peak, self.skips, self.timer = run.peak, run.skips, run.timer
+        self.peak, self.timer = run.peak, run.timer
         self.flops_per_token, _ = flops.flops_of(self.model_cfg, train=self.cfg)
-        self.bad_steps = BadSteps(self.cfg, run.checkpointer, self.skips, run.done)
+        self.bad_steps = BadSteps(self.cfg, run.checkpointer, run.skips, run.done)
+        self.steps_taken = sum(1 for _ in run.skips.steps(0, run.done))
         self.lag = 1 if self.world.device.type == "cuda" else 0  # steps queued before one is read
         self.unread = collections.deque()
         self.start_clock()
@@ -334,11 +335,11 @@ class LateReader:
         )
 
         tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
-        steps_taken = step + 1 - self.skips.before(step + 1)
+        self.steps_taken += 1
         tokens_per_second = tokens / step_seconds
         row = {
             "step": step + 1,
-            "tokens": steps_taken * tokens,
+            "tokens": self.steps_taken * tokens,
             "loss": loss,
             "lr": optim.learning_rate(step, self.cfg),
             "grad_norm": grad_norm,
@@ -393,7 +394,10 @@ def of_all_ranks(world, seconds: float, memory_gb: float) -> tuple[float, int, f
 
 
 class Skips:
-    """The steps that a run skips together with their batches: --skip_steps now and in the past."""
+    """The steps that a run skips together with their batches: --skip_steps now and in the past.
+
+    text: all of them, as --skip_steps takes them.
+    """
 
     def __init__(self, cfg: TrainConfig, skips_of_checkpoint: str = ""):
         """skips_of_checkpoint: the --skip_steps that the checkpoint was trained with. UserError if
@@ -401,7 +405,7 @@ class Skips:
         texts = [skips_of_checkpoint, cfg.skip_steps]
         parts = [part.strip() for text in texts for part in text.split(",")]
         self.text = ",".join(dict.fromkeys(filter(None, parts)))
-        self.ranges = disjoint(step_ranges(self.text))
+        self.ranges = sorted(step_ranges(self.text), key=lambda r: r.start)
         longer = cfg.max_steps
         for r in self.ranges:
             longer = r.stop + 1 if longer - 1 in r else longer
@@ -411,20 +415,6 @@ class Skips:
     def steps(self, first: int, end: int):
         """The steps from `first` to end - 1 that are not skipped, in order."""
         return (step for step in range(first, end) if not any(step in r for r in self.ranges))
-
-    def before(self, step: int) -> int:
-        """How many of the steps 0 to step - 1 are skipped."""
-        return sum(len(range(r.start, min(r.stop, step))) for r in self.ranges)
-
-
-def disjoint(ranges: list[range]) -> list[range]:
-    """Ranges of these steps that do not overlap, in order. Some may be empty."""
-    result = []
-    end = 0
-    for r in sorted(ranges, key=lambda r: r.start):
-        result.append(range(max(r.start, end), max(r.stop, end)))
-        end = result[-1].stop
-    return result
 
 
 class BadSteps:
