@@ -20,11 +20,13 @@ add up to. This file does not import torch, so it answers in 0.1 s.
 
 import ast
 import dataclasses
+import datetime
 import difflib
 import functools
 import json
 import math
 import os
+import re
 import runpy
 import sys
 import types
@@ -356,6 +358,7 @@ class TrainConfig:
         listed("track", self.track, TRACKERS)
         listed("lora_train", self.lora_train, EXTRA_PARTS)
         layers_named(self.lora_targets)
+        step_ranges(self.skip_steps)
 
         steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
         require(self.warmup_steps < self.max_steps, steps)
@@ -375,6 +378,19 @@ class TrainConfig:
         for name in names:
             unchanged = getattr(self, name) == getattr(TrainConfig, name)
             require(unchanged, f"{name} sets nothing {fix}")
+
+    def evaluation_due(self, done: int) -> bool:
+        """Is the validation loss due after `done` steps? At the end of the run it always is."""
+        return is_due(self.eval_interval or self.max_steps, done, self.max_steps)
+
+    def tasks_due(self, done: int) -> bool:
+        """Are the zero-shot tasks due after `done` steps? Never if icl_interval is 0."""
+        return is_due(self.icl_interval, done, self.max_steps)
+
+    @property
+    def collective_timeout(self) -> datetime.timedelta:
+        """How long a collective may wait: so long that the watchdog acts first and says more."""
+        return datetime.timedelta(minutes=max(60.0, 2 * self.timeout_minutes))
 
     @property
     def adapted_layers(self) -> list[str]:
@@ -401,6 +417,11 @@ class TrainConfig:
         return {"all": dp_size, "group": group, "none": 1}[self.sharding_mode.over]
 
 
+def is_due(interval: int, done: int, max_steps: int) -> bool:
+    """Is something due that happens every `interval` steps (0: never) and at the end?"""
+    return interval > 0 and (done % interval == 0 or done == max_steps)
+
+
 def listed(name: str, text: str, known) -> list[str]:
     """The words of a setting such as "norms,biases". Raises UserError for one that is not known."""
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -417,6 +438,21 @@ def layers_named(lora_targets: str) -> list[str]:
     chosen = listed("lora_targets", lora_targets, ["all", *LINEAR_LAYERS])
     require(chosen, "lora_targets is empty: set --lora_targets=all")
     return [name for name in LINEAR_LAYERS if name in chosen or "all" in chosen]
+
+
+def step_ranges(text: str) -> list[range]:
+    """The ranges of --skip_steps: "120:140,300:310" -> [range(119, 139), range(299, 309)].
+
+    The text counts steps from 1, as metrics.jsonl does; the ranges count from 0. Raises UserError.
+    """
+    ranges = []
+    for part in text.split(",") if text else []:
+        ends = re.fullmatch(r"\s*(\d{1,15}):(\d{1,15})\s*", part)
+        valid = ends and 0 < int(ends[1]) < int(ends[2])
+        example = "ranges such as 120:140, which is 120 to 139"
+        require(valid, f"skip_steps takes {example}, not {shown(part)}")
+        ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
+    return ranges
 
 
 def check_ranges(settings) -> None:

@@ -413,6 +413,39 @@ def batch_hash(rows, dp_rank: int):
     return (mixed ^ (mixed >> 32)).sum()
 
 
+class Batch(NamedTuple):
+    """A rank's rows of a step, ready for training."""
+
+    microbatches: list  # [(ids, labels), ...], both (rows, T) int64
+    counts: object  # a tensor (2,): how many labels are learned, and the hash of the ids
+
+
+def make_batch(rows, cfg: TrainConfig, dp_rank: int) -> Batch:
+    """The batch of this rank's rows (B, T + 1), on their device.
+
+    The sums of its counts over the data-parallel ranks are those of the global batch.
+    """
+    import torch
+
+    counts = torch.stack([(rows[:, 1:] >= 0).sum(), batch_hash(rows, dp_rank)])
+    size = microbatch_rows(len(rows), cfg)
+    if cfg.compile is True:  # fill up the last microbatch: of these rows nothing is learned
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % size), value=~0)
+    return Batch([inputs_and_labels(part) for part in rows.split(size)], counts)
+
+
+def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:
+    """The rows of each microbatch that a rank cuts its n_rows into: at most cfg.microbatch_size.
+
+    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
+    few as otherwise: nine rows, eight at a time, are two times five.
+    """
+    if cfg.compile is not True:
+        return cfg.microbatch_size
+    n_microbatches = math.ceil(n_rows / cfg.microbatch_size)
+    return math.ceil(n_rows / n_microbatches)
+
+
 def prefetch(read_batch, steps, device):
     """Yield (step, read_batch(step) as a tensor on `device`), one step ahead of its use.
 

@@ -47,7 +47,7 @@ import processes
 import program
 from bench import compare
 from config import MPTConfig, TrainConfig
-from launch.pool import Pool, PoolError, described
+from launch.pool import Pool, PoolError
 from lifecycle import compiling, runlog
 from program import require
 
