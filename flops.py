@@ -19,7 +19,7 @@ Or from a size in place of a model; --n_layers, --d_model and --max_seq_len add 
 
     python flops.py --n_params=405e9 --frozen --device=mi300x --devices=8 --tokens_per_second=34.1
 
-`flops_by_pass` counts each matmul, as torch does; planning/matmuls.py shows its table.
+`flops_by_pass` counts each matmul, as torch does.
 """
 
 import json
@@ -132,7 +132,18 @@ def first_backward(cfg: MPTConfig, train: TrainConfig) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Matmuls, one by one (planning/matmuls.py explains them)
+# Matmuls, one by one
+#
+#     y = x W          forward, 2 FLOPs per weight and token    a weight of d x 4d: 8 d^2
+#     dx = dy W^T      gradient of the input, as many           unless nothing below it trains
+#     dW = x^T dy      gradient of the weight, as many          unless the weight is frozen
+#
+# Attention has two without a weight, q k^T and p v, of 2 d FLOPs for each query and key; the
+# backward has two for each of them. So training costs as much as three forwards. If the weights are
+# frozen, linear layers cost two forwards, attention still three. Low-rank adapters (lora.py), A
+# (r x in) and B (out x r) beside a frozen weight, cost three of their own; a block below the first
+# adapter costs its forward alone. That is exactly what torch's FlopCounterMode counts
+# (tests/planning/test_matmuls.py), with the whole square of scores.
 
 # The linear layers of a block: {module: part}.
 LINEARS = {

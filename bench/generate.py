@@ -8,7 +8,7 @@ prompt; figures are medians of several turns, of which the first does not count:
 captures CUDA graphs (serving/step_graph.py). --engine=32 adds serving/engine.py with 32 texts at a
 time, and all that it does on the host. fp32 and bf16 are the dtype of the weights; the cache is
 fp32 on a CPU. The limit is the time in which a GPU reads weights and cache once, at the bandwidth
-of its datasheet (planning/decode_time.py): a token takes at least as long. n/a if devices.py does
+of its datasheet (serving/speed.py): a token takes at least as long. n/a if devices.py does
 not know the GPU.
 """
 
@@ -33,11 +33,11 @@ import processes
 import program
 from config import MPTConfig
 from model import MPT, init_weights
-from planning import decode_time
 from program import require
 from serving.decoder import Decoder, generate
 from serving.engine import Engine, Request
 from serving.sampling import Sampling
+from serving.speed import ms_per_token
 from serving.stream import Text
 from storage import files
 from text import tokenizer as tokenizers
@@ -122,7 +122,7 @@ def limit(decoder: Decoder, batch: int) -> str:
         return "n/a"
     context = PROMPT_TOKENS + NEW_TOKENS // 2
     width = decoder.dtype.itemsize
-    ms = decode_time.ms_per_token(decoder.cfg, batch, context, row.bandwidth_gbs, width)
+    ms = ms_per_token(decoder.cfg, batch, context, row.bandwidth_gbs, width)
     return f"{ms:.3f}"
 
 
