@@ -9,6 +9,7 @@ import csv
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -16,7 +17,7 @@ from conftest import ROOT
 import devices
 import flops
 from config import MPTConfig, TrainConfig
-from planning import certainty, step_time
+from planning import answer, step_time
 from planning.fleet import PUBLISHED_MI250, Fleet
 from planning.step_time import FOUNDRY, OURS, Constants, Trainer
 
@@ -42,8 +43,8 @@ FLASH = {
 }
 
 
-def read(name: str) -> list[dict]:
-    with open(ROOT / "bench/results" / name, newline="") as file:
+def read(name: str, folder=ROOT / "bench/results") -> list[dict]:
+    with open(folder / name, newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -222,9 +223,8 @@ def test_frontiers_strong_scaling_is_not_explained(n_gcds, published):
 
 
 def test_the_residuals_are_of_these_constants():
-    """All but the first 142 rows of planning/residuals.csv, whose models were left out of a fit."""
-    with open(certainty.RESIDUALS, newline="") as file:
-        residuals = list(csv.DictReader(file))[142:]
+    """All but the first 142 rows of residuals.csv, whose models were left out of a fit."""
+    residuals = read("residuals.csv", Path(__file__).parent)[142:]
     rows = [row for row in read("published_parallel.csv") if row["program"] != "DeepSpeed ZeRO-3"]
     rows = [row for row in rows if row["interleave"] == "1"]
     for row, residual in zip(rows, residuals, strict=True):
@@ -233,7 +233,28 @@ def test_the_residuals_are_of_these_constants():
         assert float(residual["factor"]) == pytest.approx(measured(row, m) / rate, abs=1e-4)
 
 
+def test_a_band_holds_8_of_10_published_runs_of_its_kind():
+    """The 10th and 90th percentile of measured / predicted, and 1 between."""
+    factors = {}
+    for row in read("residuals.csv", Path(__file__).parent):
+        kind = row["nodes"] if row["split"] == "neither tp nor pp" else "tp or pp"
+        factors.setdefault(kind, []).append(float(row["factor"]))
+    bands = {}
+    for kind, of_runs in factors.items():
+        tenths = statistics.quantiles(of_runs, n=10, method="inclusive")
+        bands[kind] = min(tenths[0], 1.0), max(tenths[-1], 1.0)
+        low, high = bands[kind]
+        inside = [low <= factor <= high for factor in of_runs]
+        assert statistics.mean(inside) == pytest.approx(0.8, abs=0.1)
+
+    widest = min(min(low, 1 / high) for low, high in bands.values())
+    bands["anything else"] = widest, 1 / widest
+    assert answer.BANDS.keys() == bands.keys()
+    for kind, ends in bands.items():
+        assert answer.BANDS[kind] == pytest.approx(ends, abs=1e-5), kind
+
+
 def test_no_published_run_had_small_blocks():
     """Eight times as long as it takes to start them, at least."""
     for row in read("published_parallel.csv"):
-        assert certainty.launch_share(*run_of(row)[:3]) < 1 / 8
+        assert answer.launch_share(*run_of(row)[:3]) < 1 / 8
