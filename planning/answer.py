@@ -47,7 +47,7 @@ class PlanArgs(FleetArgs):
     tokens: float = 0.0  # to train on (0: of max_steps, else 20 a parameter; adapters: 4800 steps)
     price: float = 0.0  # of one torch device for an hour; two kinds of device: 2.5,1.2
     watts: float = 0.0  # of one torch device with its share of the node (0: from the table)
-    calibrate: str = ""  # a .csv of bench train, machine.json, a file of planning.calibrate --save
+    calibrate: str = ""  # a .csv of bench train or a machine.json; both: results.csv:machine.json
     sweep_devices: str = ""  # numbers of devices: 8,16,64
     budget: float = 0.0  # days: plan the Chinchilla-optimal model that trains in this many
     plot: bool = False  # draw sweep, kinds of device or memory
