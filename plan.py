@@ -154,7 +154,8 @@ def show_plan(q: Question, args: PlanArgs, argv: list[str]) -> None:
     own = plan_of_settings(q, argv)
     if own and answer.flags(own) != row["flags"]:
         others.append(answer.row_of(own, args, "your settings"))
-    fixes = [] if first.fits else search.what_fits(q)
+    fix = "" if first.fits else search.what_fits(q)
+    fixes = [fix] if fix else []
     if args.json:
         more = {"others": others, "would_fit": fixes}
         print(json.dumps({**row, **more}, indent=2))

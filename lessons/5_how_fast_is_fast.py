@@ -465,8 +465,8 @@ assert f"{claim:.2%} {argued['frozen weights: 4 N']:.2%}" == "0.80% 0.53%"
 # are bytes, fitted or counted. Traffic: each microbatch gathers the weights in bf16 twice
 # (2 N + 2 N bytes) and reduces gradients in fp32 (4 N); collectives reach 0.7 of a link.
 # Some of this hides behind computation: 1.35 says how much. In `step_time.Constants` 0.7,
-# 1.35 and the two 30s are there as they stand; 1.6e6 and 351 follow from `tile` (2.4e6) and
-# `block_bytes` (460) for MPT's shapes and this trainer.
+# 1.35, 351 (`block_bytes`) and the two 30s are there as they stand; 1.6e6 follows from
+# `tile` (2.4e6) for MPT's shapes.
 #
 # MPT-7B on 8 A100 of 80 GB, microbatches of 6 sequences: the first two parts by hand,
 # then all parts as the planner has them.
