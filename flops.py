@@ -272,7 +272,8 @@ def flops_of(
     L = cfg.n_layers
     parts = params_by_part(cfg)
     lookup = 0 if cfg.tie_word_embeddings else parts["wte"]
-    n = n_again = n_params(cfg) - lookup
+    n = n_params(cfg) - lookup
+    n_again = n
     if row.matmuls_only:
         n_again = sum(parts[name] for name in LINEAR_LAYERS)
         n = n_again + cfg.vocab_size * cfg.d_model
