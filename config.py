@@ -91,6 +91,11 @@ RANGES = {
     for name in names.split()
 }
 
+# The chunks of loss.py, of which planning/memory.py counts the bytes.
+CHUNK_BYTES = 64 * 2**20  # of a chunk's fp32 logits: 256 rows at V = 50368
+GPU_ROWS = 4096  # of a chunk, at least: products of fewer rows leave parts of a GPU idle
+COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
+
 # --------------------------------------------------------------------------------------------------
 # The model
 

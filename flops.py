@@ -19,11 +19,11 @@ Or from a size in place of a model; --n_layers, --d_model and --max_seq_len add 
 
     python flops.py --n_params=405e9 --frozen --device=mi300x --devices=8 --tokens_per_second=34.1
 
-`flops_by_pass` counts each matmul, as torch does; planning/matmuls.py shows its table.
+`flops_by_pass` counts each matmul, as torch does.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import config
@@ -132,7 +132,18 @@ def first_backward(cfg: MPTConfig, train: TrainConfig) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Matmuls, one by one (planning/matmuls.py explains them)
+# Matmuls, one by one
+#
+#     y = x W          forward, 2 FLOPs per weight and token    a weight of d x 4d: 8 d^2
+#     dx = dy W^T      gradient of the input, as many           unless nothing below it trains
+#     dW = x^T dy      gradient of the weight, as many          unless the weight is frozen
+#
+# Attention has two without a weight, q k^T and p v, of 2 d FLOPs for each query and key; the
+# backward has two for each of them. So training costs as much as three forwards. If the weights are
+# frozen, linear layers cost two forwards, attention still three. Low-rank adapters (lora.py), A
+# (r x in) and B (out x r) beside a frozen weight, cost three of their own; a block below the first
+# adapter costs its forward alone. That is exactly what torch's FlopCounterMode counts
+# (tests/planning/test_matmuls.py), with the whole square of scores.
 
 # The linear layers of a block: {module: part}.
 LINEARS = {
@@ -219,11 +230,6 @@ def flops_by_pass(cfg: MPTConfig, train: TrainConfig) -> dict[str, dict[str, int
     return {part: passes for part, passes in sums.items() if any(passes.values())}
 
 
-def total(by_pass: dict[str, dict[str, int]]) -> int:
-    """The sum over all parts and passes of `flops_by_pass`."""
-    return sum(sum(passes.values()) for passes in by_pass.values())
-
-
 # --------------------------------------------------------------------------------------------------
 # FLOPs
 
@@ -235,18 +241,15 @@ class Convention(NamedTuple):
     forward: int  # FLOPs of attention's forward / (L d S)
     both_passes: int  # of its forward and backward
     matmuls_only: bool = False  # M instead of N: the weights of linear layers and of the logits
-    blocks_twice: bool = False  # the forward of all blocks counts again
 
 
 CONVENTIONS = {
-    "foundry": Convention("LLM Foundry: 6 N + 12 L d S", 4, 12),
-    "palm": Convention("PaLM, nanoGPT, OLMo, torchtitan: 6 N + 12 L d S", 4, 12),
+    "foundry": Convention("LLM Foundry: 6 N + 12 L d S", 4, 12),  # PaLM, nanoGPT, torchtitan, too
     "causal": Convention("Megatron-LM today, no masked scores: 6 N + 6 L d S", 2, 6),
     "lingua": Convention("Lingua, causal, the flash backward's scores too: 6 N + 7 L d S", 2, 7),
     "flopcounter": Convention("FlopCounterMode on flash SDPA: 6 N + 14 L d S", 4, 14),
     "6nd": Convention("no attention: 6 N", 0, 0),
     "megatron": Convention("arXiv 2205.05198, M weights in matmuls: 6 M + 12 L d S", 4, 12, True),
-    "megatron_recompute": Convention("arXiv 2104.04473: and blocks twice", 4, 12, True, True),
 }
 CONVENTION = CONVENTIONS["foundry"].formula
 LORA_CONVENTION = "LoRA: every matmul of its step, at most 4 N + 6 N_lora + 12 L d S"
@@ -268,19 +271,26 @@ def flops_of(
 
     L = cfg.n_layers
     parts = params_by_part(cfg)
-    linears = sum(parts[name] for name in LINEAR_LAYERS)
     lookup = 0 if cfg.tie_word_embeddings else parts["wte"]
     n = n_params(cfg) - lookup
+    n_again = n
     if row.matmuls_only:
-        n = linears + cfg.vocab_size * cfg.d_model
-    l_d_s = L * cfg.d_model * cfg.max_seq_len
-
-    once = flops_of_size(n, l_d_s, row, frozen)
-    forward = 2 * (linears if row.matmuls_only else n) + row.forward * l_d_s
-    if row.blocks_twice:
-        return once + forward, once + forward
+        n_again = sum(parts[name] for name in LINEAR_LAYERS)
+        n = n_again + cfg.vocab_size * cfg.d_model
     again = [i for i in range(L) if checkpointing_of(train, i) == "full"]
-    return once, once + forward * len(again) / L
+    l_d_s = L * cfg.d_model * cfg.max_seq_len
+    return flops_of_size(n, l_d_s, row, frozen, len(again) / L, n_again)
+
+
+def flops_of_size(
+    n: int, l_d_s: int, row: Convention, frozen: bool, again: float, n_again: int
+) -> tuple[float, float]:
+    """`flops_of` n parameters. l_d_s: L d S.
+
+    again: the share of the forward of n_again parameters that is computed again.
+    """
+    once = (4 if frozen else 6) * n + row.both_passes * l_d_s
+    return once, once + again * (2 * n_again + row.forward * l_d_s)
 
 
 def flops_with_adapters(cfg: MPTConfig, row: Convention, train: TrainConfig) -> tuple[int, int]:
@@ -288,8 +298,6 @@ def flops_with_adapters(cfg: MPTConfig, row: Convention, train: TrainConfig) -> 
 
     The convention counts attention: the matmuls of `flops_by_pass` are 4 and 12 L d S.
     """
-    if row.blocks_twice:
-        train = replace(train, activation_checkpointing="full", recompute_every=1)
     once = again = 0
     for part, passes in flops_by_pass(cfg, train).items():
         forward, recomputed = passes["forward"], passes["recomputed"]
@@ -300,17 +308,12 @@ def flops_with_adapters(cfg: MPTConfig, row: Convention, train: TrainConfig) -> 
             backward = backward * (row.both_passes - row.forward) // 8
         once += forward + backward
         again += recomputed
-    return once + again * row.blocks_twice, once + again
+    return once, once + again
 
 
 def convention_of(train: TrainConfig) -> str:
     """What `flops_of` counts of a run unless another convention is asked for, as text."""
     return LORA_CONVENTION if train.lora_rank else CONVENTION
-
-
-def flops_of_size(n: int, l_d_s: int, convention: Convention, frozen: bool) -> int:
-    """FLOPs of training on a token for n parameters. l_d_s: L d S."""
-    return (4 if frozen else 6) * n + convention.both_passes * l_d_s
 
 
 def train_flops_per_token(cfg: MPTConfig, convention: str = "foundry") -> int:
@@ -385,7 +388,7 @@ class FlopsArgs:
     device: str = "auto"  # mi250, ... (python devices.py lists them)
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
-    convention: str = "foundry"  # of the MFU in JSON: foundry, palm, causal, 6nd, megatron, ...
+    convention: str = "foundry"  # of the MFU in JSON: foundry, causal, 6nd, megatron, ...
     frozen: bool = False  # no weight trains; something before block 0 does
     n_params: int | None = None  # in place of a model; n_layers, d_model, max_seq_len add attention
     json: bool = False  # print JSON
@@ -430,9 +433,9 @@ def counts_of_size(
     counts = {}
     for name, row in CONVENTIONS.items():
         if name == "6nd" or (l_d_s and not row.matmuls_only):
-            once = flops_of_size(n, l_d_s, row, frozen or train.lora_rank)
-            forward = 2 * n + row.forward * l_d_s
-            counts[name] = once, once + forward * (train.activation_checkpointing == "full")
+            again = train.activation_checkpointing == "full"
+            no_gradient = frozen or bool(train.lora_rank)
+            counts[name] = flops_of_size(n, l_d_s, row, no_gradient, again, n)
     return counts
 
 

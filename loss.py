@@ -31,11 +31,9 @@ import torch
 import torch.nn.functional as F
 
 import attention
+from config import CHUNK_BYTES, COLUMNS, GPU_ROWS
 from program import arguments, run
 
-CHUNK_BYTES = 64 * 2**20  # of a chunk's fp32 logits: 256 rows at V = 50368
-GPU_ROWS = 4096  # of a chunk, at least: products of fewer rows leave parts of a GPU idle
-COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
 ROWS = 512  # tokens per chunk in scoring on a CPU: a block of their logits is 8 MiB in fp32
 IGNORE = -100  # a label that does not count
 

@@ -15,9 +15,9 @@ differ.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
 planning/step_time.py. Any device but A100 and H100 is extrapolated, and the plan says so, until
-`--calibrate=FILE` brings measurements: a machine.json of `bench machine`, a table of `bench train`,
-or a file in which planning/calibrate.py has put both. Speeds, and so time, cost and energy, have an
-error band: how far published runs of this kind were from their predictions.
+--calibrate brings measurements: a machine.json of `bench machine`, a table of `bench train`, or
+both (--calibrate=results.csv:machine.json). Speeds, and so time, cost and energy, have an error
+band: how far published runs of this kind were from their predictions.
 
 Prices are yours, of one torch device for an hour. With several kinds of device, a flag has one
 value for all or one for each. `--json` prints the rows of any answer for programs.
@@ -75,7 +75,7 @@ def question(argv: list[str]) -> tuple[Question, PlanArgs]:
         args = replace(args, tokens=answer.tokens_of_steps(m, cfg))
 
     if args.calibrate:
-        _, fleet, c = calibrate.from_files([args.calibrate], args)
+        _, fleet, c = calibrate.from_files(args.calibrate.split(":"), args)
     else:
         fleet, c = fleet_of(args), Constants()
     return Question(m, cfg, asked, fleet, c), args
@@ -154,7 +154,8 @@ def show_plan(q: Question, args: PlanArgs, argv: list[str]) -> None:
     own = plan_of_settings(q, argv)
     if own and answer.flags(own) != row["flags"]:
         others.append(answer.row_of(own, args, "your settings"))
-    fixes = [] if first.fits else search.what_fits(q)
+    fix = "" if first.fits else search.what_fits(q)
+    fixes = [fix] if fix else []
     if args.json:
         more = {"others": others, "would_fit": fixes}
         print(json.dumps({**row, **more}, indent=2))

@@ -37,7 +37,6 @@ import config
 import processes
 from config import LINEAR_LAYERS, MPTConfig
 from flops import n_params
-from planning.decode_time import kv_bytes_per_token
 from program import EXTRA, UserError, require, shell
 from serving.adapters import AdapterBank, read_adapter
 from serving.catalog import Catalog
@@ -45,6 +44,7 @@ from serving.constraint import Constraints
 from serving.decoder import Decoder, pick_dtype
 from serving.engine import AHEAD, Engine
 from serving.rows import SLACK
+from serving.speed import kv_bytes_per_token
 from text import chat
 from weights.load import find, fingerprint_of, is_run, load_for_sampling, settings_of
 

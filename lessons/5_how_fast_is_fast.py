@@ -35,7 +35,7 @@ import parallel
 import program
 from config import MPTConfig, TrainConfig
 from lessons import pictures
-from planning import certainty, step_time
+from planning import answer, search, step_time
 from planning.fleet import PUBLISHED_MI250, FleetArgs, fleet_of
 
 # One core, and its processor seconds: other programs on this machine then disturb less.
@@ -465,8 +465,8 @@ assert f"{claim:.2%} {argued['frozen weights: 4 N']:.2%}" == "0.80% 0.53%"
 # are bytes, fitted or counted. Traffic: each microbatch gathers the weights in bf16 twice
 # (2 N + 2 N bytes) and reduces gradients in fp32 (4 N); collectives reach 0.7 of a link.
 # Some of this hides behind computation: 1.35 says how much. In `step_time.Constants` 0.7,
-# 1.35 and the two 30s are there as they stand; 1.6e6 and 351 follow from `tile` (2.4e6) and
-# `block_bytes` (460) for MPT's shapes and this trainer.
+# 1.35, 351 (`block_bytes`) and the two 30s are there as they stand; 1.6e6 follows from
+# `tile` (2.4e6) for MPT's shapes.
 #
 # MPT-7B on 8 A100 of 80 GB, microbatches of 6 sequences: the first two parts by hand,
 # then all parts as the planner has them.
@@ -500,10 +500,10 @@ print(f"{speed:,.0f} tokens/s a device, MFU {mfu:.1%}. LLM Foundry's trainer rea
 
 # %% [markdown]
 # How sure is it? Published runs of the same kind were this far from their predictions,
-# each predicted by constants fitted without the runs of that model (planning/certainty.py).
-# A band is the middle 80 % of such runs; "anything else" was not compared, and has the
-# widest. No plan is better than its band. A rule of thumb with one constant share of the
-# peak is worse (bench/results/planner.md):
+# each predicted by constants fitted without the runs of that model
+# (planning/answer.py::BANDS). A band is the middle 80 % of such runs; "anything else" was
+# not compared, and has the widest. No plan is better than its band. A rule of thumb with
+# one constant share of the peak is worse (bench/results/planner.md):
 
 # %%
 rule = {}  # {GPU: share of the peak, the median of its runs}
@@ -515,7 +515,8 @@ tenths = statistics.quantiles(errors, n=10)
 print(f"one MFU for each GPU: median error {tenths[4]:.1%}, 90th percentile {tenths[8]:.1%}")
 print("the planner:          median error 3.2%, 90th percentile 9.7% (planner.md)\n")
 for name in ("a100", "h100", "mi250"):
-    low, high, kind = certainty.band(m, cfg, fleet_of(FleetArgs(device=name, devices=8)))
+    of_name = search.evaluate(m, cfg, fleet_of(FleetArgs(device=name, devices=8)))
+    low, high, kind = answer.band(of_name)
     print(f"{name}: {low:.2f} to {high:.2f} of the prediction ({kind})")
 
 # %% [markdown]

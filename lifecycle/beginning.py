@@ -222,13 +222,13 @@ def planned_time(
     device = devices.identify(world.device)
     if precision == "fp32" or device is None or not device.bf16_tflops:
         return least_time(model_cfg, cfg, world, precision, peak, first)
-    from planning import certainty, search  # here, since a run on a CPU does without
+    from planning import answer, search  # here, since a run on a CPU does without
     from planning.fleet import Fleet
 
     try:
         fleet = Fleet(device, world.global_size, world.local_size)
         plan = search.evaluate(model_cfg, cfg, fleet)
-        slow, fast, _ = certainty.band(model_cfg, cfg, fleet)
+        slow, fast, _ = answer.band(plan)
     except UserError:  # planning cannot split the model in this way
         return least_time(model_cfg, cfg, world, precision, peak, first)
     seconds = plan.seconds["step"]

@@ -7,20 +7,16 @@
 
 The pace multiplies the seconds of compute and not those of links, so it is found in several rounds.
 
-`--save` keeps the measurements in one file, to which later ones can be added:
+    python plan.py configs/mpt7b.py --calibrate=results.csv
+    python -m planning.calibrate results.csv machine.json --device=mi250
 
-    python -m planning.calibrate results.csv machine.json --device=mi250 --save=my_machine.json
-    python -m planning.calibrate my_machine.json more.csv --save=my_machine.json
-    python plan.py configs/mpt7b.py --calibrate=my_machine.json
-
-It prints every run beside its prediction.
+The program prints every run beside its prediction.
 """
 
 import contextlib
-import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import config
@@ -36,14 +32,7 @@ from storage import files
 # The columns of a table that are settings of the run.
 COLUMNS = """d_model n_layers n_heads max_seq_len vocab_size microbatch_size global_batch_size
     sharding shard_size activation_checkpointing recompute_every compile""".split()
-KINDS = "a table of `bench train`, a machine.json of `bench machine` or a file of --save"
-
-
-@dataclass
-class CalibrateArgs(FleetArgs):
-    """Where it was measured, and where to keep it."""
-
-    save: str = ""  # a .json: keep the measurements
+KINDS = "a table of `bench train` or a machine.json of `bench machine`"
 
 
 @dataclass(frozen=True)
@@ -64,16 +53,6 @@ class Run:
         return step_time.tokens_per_second(m, cfg, fleet, c)
 
 
-@dataclass
-class Measured:
-    """What files hold: the contents of a file of --save."""
-
-    device: str  # as it reports its name
-    node_size: int | None = None  # torch devices of a node, as somebody has set it
-    machine: dict = field(default_factory=dict)  # the contents of a machine.json
-    runs: list[Run] = field(default_factory=list)
-
-
 # --------------------------------------------------------------------------------------------------
 # Files
 
@@ -91,32 +70,27 @@ def naming_errors(path: str):
         raise UserError(f"{path} is not {KINDS}: {cause}") from error
 
 
-def read(path: str) -> Measured:
-    """What a file has measured. Raises UserError if it is missing or of another kind."""
+def read(path: str) -> tuple[str, dict, list[Run]]:
+    """(the device's own name, a machine.json's contents, a table's runs): one of the two is empty.
+
+    UserError if the file is missing or of another kind.
+    """
     require(Path(path).is_file(), f"no file {path!r} to calibrate with: name {KINDS}")
     with naming_errors(path):
-        if path.endswith(".csv"):
-            return read_table(files.read_csv(path, ["status"], "a table of `bench train`"))
-        found = files.read_json(path, fix=f"this is not {KINDS}")
-        if "runs" not in found:
-            return Measured(str(found["device"]), machine=found)
-        runs = [Run(**values) for values in found["runs"]]
-        return Measured(found["device"], found["node_size"], found["machine"], runs)
-
-
-def read_table(rows: list[dict]) -> Measured:
-    """The rows of this project's trainer in bf16 with status ok. Raises UserError."""
-    runs, names = [], set()
-    for row in rows:
-        is_ok = row["status"] == "ok" and row["precision"].startswith("bf16")
-        if is_ok and not row["model"].startswith("transformers"):
-            rate = float(row["tokens_per_second"])
-            nodes = int(row.get("nodes") or 0)
-            runs.append(Run(" ".join(flags_of(row)), int(row["ranks"]), nodes, rate))
-            names.add(row["device"])
-    require(runs, "no row of this project's trainer in bf16 with status ok")
-    require(len(names) == 1, f"rows of several devices: {', '.join(sorted(names))}")
-    return Measured(names.pop(), runs=runs)
+        if not path.endswith(".csv"):
+            machine = files.read_json(path, fix=f"this is not {KINDS}")
+            return str(machine["device"]), machine, []
+        runs = {}  # {run: its device}
+        for row in files.read_csv(path, ["status"], "a table of `bench train`"):
+            is_ok = row["status"] == "ok" and row["precision"].startswith("bf16")
+            if is_ok and not row["model"].startswith("transformers"):
+                rate, nodes = float(row["tokens_per_second"]), int(row.get("nodes") or 0)
+                run = Run(" ".join(flags_of(row)), int(row["ranks"]), nodes, rate)
+                runs[run] = row["device"]
+        require(runs, "no row of this project's trainer in bf16 with status ok")
+        names = sorted(set(runs.values()))
+        require(len(names) == 1, f"rows of several devices: {', '.join(names)}")
+        return names[0], {}, list(runs)
 
 
 def flags_of(row: dict) -> list[str]:
@@ -140,39 +114,32 @@ def require_same_device(reported: str, device: devices.Device) -> None:
 # What follows from them
 
 
-def from_files(paths: list[str], args: FleetArgs) -> tuple[Measured, Fleet, Constants]:
-    """What all files together have measured, and the fleet and the constants that follow.
+def from_files(paths: list[str], args: FleetArgs) -> tuple[list[Run], Fleet, Constants]:
+    """The runs of all files, and the fleet and the constants that follow from them.
 
     A measurement takes the place of a flag that is not set. Of two machine.json the later one
     counts. Raises UserError if a file is missing, broken, or of another device.
     """
-    files_read = [read(path) for path in paths]
-    measured = files_read[0]
+    found = [read(path) for path in paths]
     if args.device in devices.THIS_MACHINE and not args.machine:
-        require(bool(measured.device), f"{paths[0]} names no device: set --device")
-        args = replace(args, device=measured.device)
+        name, *_ = found[0]
+        require(bool(name), f"{paths[0]} names no device: set --device")
+        args = replace(args, device=name)
     with naming_errors(" ".join(paths)):
-        device = fleet_of(args).device
-        runs = {}  # each once
-        for one in files_read:
-            require_same_device(one.device, device)
-            measured.node_size = one.node_size or measured.node_size
-            measured.machine = one.machine or measured.machine
-            runs |= dict.fromkeys(one.runs)
-        measured.runs = list(runs)
-        args = replace(args, node_size=args.node_size or measured.node_size or 0)
-
-        fleet, c = fleet_of(args), Constants()
-        if measured.machine:
-            fleet, c = from_machine(measured.machine, args)
-        c = with_pace(measured.runs, fleet, c)
+        fleet, c, runs = fleet_of(args), Constants(), []
+        device = fleet.device  # as in the table
+        for name, machine, of_table in found:
+            require_same_device(name, device)
+            runs += of_table
+            if machine:
+                fleet, c = from_machine(machine, args)
+        c = with_pace(runs, fleet, c)
         errors = [run.predicted(fleet, c) / run.tokens_per_second - 1 for run in runs]
-    measured.node_size = fleet.node_size
     note = "no training run was measured: the rest is LLM Foundry's of 2023, on A100 and H100"
     if runs:
-        found = f"speed calibrated by {len(runs)} run{'s' * (len(runs) > 1)} (pace {c.pace:.3g})"
-        note = f"{found}, which it predicts within {max(map(abs, errors)):.1%}"
-    return measured, replace(fleet, notes=(*fleet.notes, note)), c
+        measured = f"speed calibrated by {len(runs)} run{'s' * (len(runs) > 1)} (pace {c.pace:.3g})"
+        note = f"{measured}, which it predicts within {max(map(abs, errors)):.1%}"
+    return runs, replace(fleet, notes=(*fleet.notes, note)), c
 
 
 def from_machine(measured: dict, args: FleetArgs) -> tuple[Fleet, Constants]:
@@ -230,13 +197,11 @@ def with_pace(runs: list[Run], fleet: Fleet, c: Constants) -> Constants:
 
 
 def main(argv: list[str]) -> None:
-    """Print what the files in argv measure, and keep it if asked."""
-    paths, args = config.load(argv, CalibrateArgs, takes="FILE ...")
-    names_json = not args.save or args.save.endswith(".json")
-    require(names_json, f"--save={args.save}: give the name of a .json file")
-    measured, fleet, c = from_files(paths, args)
+    """Print every run of the files in argv beside its prediction."""
+    paths, args = config.load(argv, FleetArgs, takes="FILE ...")
+    runs, fleet, c = from_files(paths, args)
     rows = []
-    for run in measured.runs:
+    for run in runs:
         rate = run.predicted(fleet, c)
         error = rate / run.tokens_per_second - 1
         figures = f"{run.tokens_per_second:,.0f}", f"{rate:,.0f}", f"{error:+.1%}"
@@ -244,8 +209,6 @@ def main(argv: list[str]) -> None:
     if rows:
         print(program.table(("ranks", "tokens/s", "predicted", "error", "run"), rows) + "\n")
     print(*fleet.notes, sep="\n")
-    if args.save:
-        files.write_atomically(args.save, json.dumps(asdict(measured), indent=1).encode())
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ how many of them a node holds.
 
 `fleet_of` turns flags into a fleet. What they leave out comes from a machine's row below, else it
 is what nodes of such devices usually have.
-
-Run `python -m planning.fleet --machine=frontier --devices=64` for the bandwidth of rings of each
-size, or without settings for the machines that have a name.
 """
 
 import difflib
 import math
 from dataclasses import dataclass, replace
 
-import config
 import devices
 import program
 from devices import Device
@@ -226,32 +222,3 @@ def of_family(figures: dict[str, float], device: Device) -> float | None:
     """The figure of the family with which the device's name begins, or None."""
     found = [figure for family, figure in figures.items() if device.name.startswith(family)]
     return found[0] if found else None
-
-
-# --------------------------------------------------------------------------------------------------
-# The program
-
-
-def main(argv: list[str]) -> None:
-    """Print the bandwidth of rings of several sizes on the fleet in argv, else the machines."""
-    (args,) = config.load(argv, FleetArgs)
-    if not argv:
-        machines = [(name, *vars(machine).values()) for name, machine in MACHINES.items()]
-        heads = ("machine", "device", "a node has", "GB/s", "network")
-        print(program.table(heads, machines))
-        return
-    fleet = fleet_of(args)
-    print(f"{args.devices} x {fleet.device.name}, {fleet.node_size} a node")
-    print(fleet.network_note or f"network {fleet.network_gbs:g} GB/s a node, each way")
-    rows = []
-    n = 2
-    while n <= args.devices:
-        stride = args.devices // n
-        neighbours, apart = (fleet.bandwidth(n, step) / 1e9 for step in (1, stride))
-        rows.append((n, f"{neighbours:.4g}", f"{apart:.4g}", stride))
-        n *= 2
-    print(program.table(("ranks", "neighbours, GB/s", "apart, GB/s", "by ranks"), rows))
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -45,12 +45,17 @@ import config
 import devices
 import flops
 import program
-from config import Checkpointing, MPTConfig, TrainConfig, blocks_of
+from config import (
+    CHUNK_BYTES,
+    COLUMNS,
+    GPU_ROWS,
+    Checkpointing,
+    MPTConfig,
+    TrainConfig,
+    blocks_of,
+)
 from program import require, table
 
-CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
-GPU_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
-COLUMNS = 4096  # of the output weight's gradient, computed at once, as in loss.py
 # The share of a device's memory that tensors may fill. The rest is for the driver and kernels
 # (about 1 GB), the buffers of NCCL or RCCL, and fragmentation. By this estimate all microbatches
 # of LLM Foundry's 142 published runs on 8 GPUs fit: the fullest takes 0.87.

@@ -1,6 +1,5 @@
 """Pictures of what the planner predicts: time, cost and scaling, memory by sharding mode.
 
-    python plan.py configs/mpt7b.py --device=mi250 --sweep_devices=8,16,32 --plot
     python plan.py configs/mpt7b.py --device=h100,mi250 --price=2.5,1.2 --sweep_devices=8,16 --plot
     python plan.py configs/mpt7b.py --device=mi250 --devices=16 --plot                       memory
 
@@ -15,9 +14,8 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
-import flops
 import program
-from config import SHARDING_MODES, Checkpointing
+from config import SHARDING_MODES
 from planning import answer, memory
 from planning.answer import Row
 from planning.search import Plan
@@ -25,9 +23,7 @@ from program import require
 from storage import files
 
 HATCHES = ("", "//", "..", "\\\\", "xx", "", "--")  # parts differ without colours, too
-SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memory first
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--")  # of one kind of device each
-LINE = 175  # characters in a line of small text, as wide as the picture
 # {key of a row: what its vertical axis says}
 PANELS = {
     "days": "days of training",
@@ -36,10 +32,6 @@ PANELS = {
     "kwh": "kWh of the run",
     "efficiency": "efficiency",
 }
-
-
-# --------------------------------------------------------------------------------------------------
-# matplotlib
 
 
 def canvas(rows: int = 1):
@@ -68,12 +60,8 @@ def save(figure, path: str) -> None:
     print(f"drawn: {path}", file=sys.stderr)
 
 
-# --------------------------------------------------------------------------------------------------
-# The rows of an answer, over the number of devices
-
-
 def draw_rows(rows: list[Row], path: str) -> None:
-    """One picture for each figure of PANELS that is known: a line and a band for each label."""
+    """One panel for each figure of PANELS that is known: a line and a band for each label."""
     planned = [row for row in rows if not row["problem"]]
     known = [name for name in PANELS if any(row[name] for row in planned)]
     figure, axes = canvas(math.ceil(len(known) / 2))
@@ -84,34 +72,26 @@ def draw_rows(rows: list[Row], path: str) -> None:
             panel(axis, planned, name)
 
     title = f"{answer.size(planned[0])} on {answer.tokens_text(planned[0]['tokens'])}, predicted"
-    kinds, names = axes[0, 0].get_legend_handles_labels()
-    where = {"loc": "outside upper center", "ncols": min(3, len(names)), "frameon": False}
-    figure.legend(kinds, names, title=title, title_fontsize="large", **where)
+    lines, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, title=title, loc="outside upper center", ncols=min(3, len(names)))
     footer = ["bands: from the errors of published runs", *answer.certainty_lines(planned)]
-    lines = [line for text in footer for line in textwrap.wrap(text, LINE)]
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize="small")
+    wrapped = [line for text in footer for line in textwrap.wrap(text, width=175)]
+    figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", fontsize="small")
     save(figure, path)
 
 
 def panel(axes, rows: list[Row], name: str) -> None:
     """One figure of the rows over the number of devices: a line and a band for each label."""
-    counts = sorted({row["devices"] for row in rows})
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    for i, (label, style) in enumerate(zip(labels, itertools.cycle(STYLES))):
+    labels = dict.fromkeys(row["label"] for row in rows)
+    for label, style in zip(labels, itertools.cycle(STYLES)):
         own = [row for row in rows if row["label"] == label and row[name]]
-        # Side by side, so that the bars of two kinds do not cover each other.
-        shift = 2 ** (0.05 * (i - (len(labels) - 1) / 2))
-        x = [row["devices"] * shift for row in own]
-        y = [row[name] for row in own]
-        color = f"C{i}"
-        axes.plot(x, y, style, color=color, label=label)
-        ends = [row["band"][name] for row in own if name in row["band"]]
+        counts = [row["devices"] for row in own]
+        (line,) = axes.plot(counts, [row[name] for row in own], style, label=label)
+        ends = [row["band"].get(name, [row[name]] * 2) for row in own]
         if ends:
-            low, high = zip(*ends, strict=True)
-            axes.vlines(x, low, high, color=color)
-            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-
+            axes.fill_between(counts, *zip(*ends, strict=True), color=line.get_color(), alpha=0.15)
     axes.set_xscale("log", base=2)
+    counts = sorted({row["devices"] for row in rows})
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
     axes.set(xlabel="torch devices", ylabel=PANELS[name])
@@ -119,43 +99,32 @@ def panel(axes, rows: list[Row], name: str) -> None:
     if name == "days":  # twice the devices, about half the time
         axes.set_yscale("log", base=2)
     else:
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+        axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: answer.number(value))
 
 
-# --------------------------------------------------------------------------------------------------
-# Memory
-
-
 def bytes_by_sharding(plan: Plan, path: str) -> None:
-    """Memory of one rank in every sharding mode, without and with full activation checkpointing."""
-    require(plan.dp > 1, "with one data-parallel rank there is nothing to shard")
+    """A bar for each sharding mode, without and with full checkpointing: the parts of the peak."""
     figure, axes = canvas()
-    size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
-    figure.suptitle(f"{size} on {plan.fleet.devices} x {plan.fleet.device.name}")
-    for axis, mode in zip(axes.flat, ("none", "full"), strict=True):
-        memory_bars(axis, plan, mode)
-    save(figure, path)
-
-
-def memory_bars(axes, plan: Plan, mode: Checkpointing) -> None:
-    """A bar for each sharding mode: the parts of a rank's peak. Dotted: the device's memory."""
+    figure.suptitle(f"{plan.fleet.devices} x {plan.fleet.device.name}; dotted: a device's memory")
     of_node = max(1, plan.fleet.node_size // plan.cfg.tp)  # data-parallel ranks
     shard_size = math.gcd(of_node, plan.dp)  # some divisor of the ranks
-    cfg = replace(plan.cfg, activation_checkpointing=mode, shard_size=shard_size)
-    bars = []
-    for sharding in SHARDINGS:
-        one = replace(cfg, sharding=sharding)
-        bars.append(memory.bytes_by_part(plan.m, one, plan.fleet.devices))
-
-    bottom = [0.0] * len(bars)
-    parts = [name for name in bars[0] if name not in ("peak", "moment")]
-    for part, hatch in zip(parts, itertools.cycle(HATCHES)):
-        heights = [bar[part] / 2**30 for bar in bars]
-        axes.bar(SHARDINGS, heights, bottom=bottom, label=part, hatch=hatch, edgecolor="white")
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    axes.axhline(plan.fleet.device.memory_gb, color="k", linestyle=":")
-    title = f"microbatch {cfg.microbatch_size}, checkpointing {mode}"
-    axes.set(ylabel="GiB of one rank at its peak", title=title)
-    axes.tick_params(axis="x", rotation=15)
-    axes.legend(fontsize="small")
+    modes = [*reversed(SHARDING_MODES)]  # the one that takes the most memory first
+    for axis, checkpointing in zip(axes.flat, ("none", "full"), strict=True):
+        cfg = replace(plan.cfg, activation_checkpointing=checkpointing, shard_size=shard_size)
+        bars = [
+            memory.bytes_by_part(plan.m, replace(cfg, sharding=mode), plan.fleet.devices)
+            for mode in modes
+        ]
+        bottom = [0.0] * len(bars)
+        parts = [name for name in bars[0] if name not in ("peak", "moment")]
+        for part, hatch in zip(parts, itertools.cycle(HATCHES)):
+            heights = [bar[part] / 2**30 for bar in bars]
+            axis.bar(modes, heights, bottom=bottom, label=part, hatch=hatch, edgecolor="white")
+            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        axis.axhline(plan.fleet.device.memory_gb, color="k", linestyle=":")
+        title = f"microbatch {cfg.microbatch_size}, checkpointing {checkpointing}"
+        axis.set(ylabel="GiB of one rank at its peak", title=title)
+        axis.tick_params(axis="x", rotation=15)
+        axis.legend(fontsize="small")
+    save(figure, path)

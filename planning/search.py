@@ -110,7 +110,7 @@ class Plan:
 
 def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants | None = None) -> Plan:
     """The plan of this layout. Raises UserError if it is impossible."""
-    seconds = StepTime(m, cfg, fleet, c).parts()
+    seconds = StepTime(m, cfg, fleet, c or Constants()).parts()
     return Plan(m, cfg, fleet, seconds, memory.bytes_by_part(m, cfg, fleet.devices))
 
 
@@ -285,44 +285,27 @@ def nothing_fits(q: Question, splits: list[TrainConfig]) -> str:
     problem = f"{size} do not fit {q.fleet.devices} x {q.fleet.device.name} in any layout you allow"
     over = too_much(plan.bytes, plan.fleet.device.memory_gb)
     least = f"the smallest ({layout_text(plan)}) takes {over}"
-    fix = " or ".join(what_fits(q)) or "a smaller model or a shorter --max_seq_len"
+    fix = what_fits(q) or "a smaller model or a shorter --max_seq_len"
     return f"{problem}: {least}. What would fit: {fix}"
 
 
-def what_fits(q: Question) -> list[str]:
-    """The flags that make the model fit: on these devices, and as it is on more of them."""
-    fixes = []
-    auto = dict.fromkeys(("microbatch_size", "activation_checkpointing", "recompute_every"), "auto")
-    for asked in (replace(q.asked, **auto), LayoutArgs()):
-        wider = replace(q, asked=asked)
-        if asked != q.asked and fits_somehow(wider):
-            fixes.append(flags_that_differ(fastest(wider), q))
-            break
-    return fixes + more_devices(q)
+def what_fits(q: Question) -> str:
+    """The flags of the fastest layout that fits with all left open, on as few devices as it takes.
 
-
-def flags_that_differ(plan: Plan, q: Question) -> str:
-    """The flags of a plan's layout, without those that the user set so."""
-    values = {name: getattr(plan.cfg, name) for name in OPEN}
-    differing = [name for name in OPEN if values[name] != getattr(q.asked, name)]
-    return " ".join(f"--{name}={values[name]}" for name in differing)
-
-
-def more_devices(q: Question) -> list[str]:
-    """The flag with which it fits: twice the devices, four times, ...; a larger batch if it must.
-
-    Empty if it does not fit on MOST_DEVICES.
+    Twice the devices are tried, four times, ..., with a larger batch if it must be; "" if the model
+    does not fit MOST_DEVICES.
     """
-    n = 2 * q.fleet.devices
+    n, batch = q.fleet.devices, q.cfg.global_batch_size
+    own = {"devices": n, "global_batch_size": batch, **vars(q.asked)}
     while n <= MOST_DEVICES:
-        more = replace(q, fleet=replace(q.fleet, devices=n))
-        if fits_somehow(more):
-            return [f"--devices={n}"]
-        batch = math.ceil(q.cfg.global_batch_size / n) * n
-        if fits_somehow(replace(more, cfg=replace(q.cfg, global_batch_size=batch))):
-            return [f"--devices={n} --global_batch_size={batch}"]
+        cfg = replace(q.cfg, global_batch_size=batch)
+        wider = replace(q, asked=LayoutArgs(), cfg=cfg, fleet=replace(q.fleet, devices=n))
+        if fits_somehow(wider):
+            found = {"devices": n, **vars(fastest(wider).cfg)}
+            return " ".join(f"--{name}={found[name]}" for name in own if found[name] != own[name])
         n *= 2
-    return []
+        batch = math.ceil(batch / n) * n
+    return ""
 
 
 def fits_somehow(q: Question) -> bool:

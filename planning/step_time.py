@@ -35,24 +35,23 @@ from devices import Device
 from planning import memory
 from planning.fleet import Fleet, FleetArgs, fleet_of
 
-# Bytes per token and d_model that a block keeps, by the bytes of a number in the residual stream.
-# Memory traffic scales with it.
-KEPT = {2: 32.2, 4: 42.25}
-
 
 @dataclass(frozen=True)
 class Constants:
     """What no datasheet gives. The first six were fitted, the others were fixed before the fit.
 
-    The fit is to runs of 2023: Triton's flash attention of that year, and nothing compiled.
+    The fit is to runs of LLM Foundry of 2023: Triton's flash attention of that year, nothing
+    compiled. What was that trainer's own is in tests/planning/test_published.py.
     """
 
     # Share of the dense bf16 peak that flash attention reaches on compute capability 8.x, and on
     # 9.0, whose new matrix instructions that kernel did not use.
     attention_a100: float = 0.318
     attention_h100: float = 0.18
-    # Memory traffic per token, layer and d_model: forward and backward, nothing recomputed.
-    block_bytes: float = 460
+    # Memory traffic per token, layer and d_model: forward and backward, nothing recomputed. Fitted
+    # were 460 for LLM Foundry's residual stream in fp32, with which a block keeps 42.25 bytes per
+    # token and d_model. Traffic scales with them: in bf16 a block keeps 32.2.
+    block_bytes: float = 460 * 32.2 / 42.25
     tile: float = 2.4e6  # elements of a product that is computed at half the speed of large ones
     overlap: float = 1.35  # q above
     hop: float = 5.8e-6  # seconds for each hop of a ring
@@ -67,14 +66,7 @@ class Constants:
     copy_bytes: float = 30  # per gathered parameter and microbatch: FSDP's copies, gradients
     update_bytes: float = 30  # per parameter of an update: Adam reads 4 fp32 numbers, writes 3
     pace: float = 1.0  # measured / predicted seconds of compute, set by `--calibrate`
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """What differs between training programs. The defaults are fsdp_train.py's."""
-
     reduce_bytes: int = 4  # of a gradient on the network
-    residual_bytes: int = 2  # of a number in the residual stream
     # Memory traffic of the loss for each logit, beside the matmuls. gpu_kernels/cross_entropy.py
     # reads a bf16 logit twice and writes its gradient over it.
     logit_bytes: int = 6
@@ -84,17 +76,10 @@ class Trainer:
     repeats_all: bool = False  # full checkpointing repeats a block's last matmul, too
 
 
-OURS = Trainer()
-# LLM Foundry: amp_bf16, FSDP's PURE; logits in bf16 and fp32, in both passes.
-FOUNDRY = Trainer(
-    reduce_bytes=2, residual_bytes=4, logit_bytes=24, cut_logit_bytes=24, repeats_all=True
-)
-
-
 class StepTime:
     """The seconds of one training step of `m` under `cfg` on `fleet`.
 
-    c: default `Constants()`. stage: of the pipeline, whose microbatch the methods describe; default
+    stage: of the pipeline, whose microbatch the methods describe; default
     the last, which has the loss. `parts` is about all of them.
     Raises UserError if the fleet cannot split the model or the batch so.
     """
@@ -104,8 +89,7 @@ class StepTime:
         m: MPTConfig,
         cfg: TrainConfig,
         fleet: Fleet,
-        c=None,
-        trainer: Trainer = OURS,
+        c: Constants = Constants(),
         stage: int | None = None,
     ):
         fleet.check_split(cfg.tp, cfg.pp)
@@ -114,8 +98,7 @@ class StepTime:
         self.m = m
         self.cfg = cfg
         self.fleet = fleet
-        self.c = c or Constants()
-        self.trainer = trainer
+        self.c = c
 
         self.dp = fleet.devices // (cfg.tp * cfg.pp)
         self.microbatches = math.ceil(rows / memory.microbatch_of(cfg))
@@ -225,7 +208,7 @@ class StepTime:
             (d, part.q + 2 * part.kv, self.layers, again),
             (part.q, d, self.layers, again),
             (d, part.hidden, self.layers, again),
-            (part.hidden, d, self.layers, again * self.trainer.repeats_all),
+            (part.hidden, d, self.layers, again * self.c.repeats_all),
         ]
         return [*layers, (d, part.vocab, 1, 0.0)] if self.is_last else layers
 
@@ -251,7 +234,7 @@ class StepTime:
         # fsdp_train.py compiles nothing with tp or pp.
         if self.cfg.compile is True and tp * self.cfg.pp == 1:
             blocks *= c.compiled
-        logit_bytes = self.trainer.cut_logit_bytes if tp > 1 else self.trainer.logit_bytes
+        logit_bytes = self.c.cut_logit_bytes if tp > 1 else self.c.logit_bytes
         logits = memory.widths(m, tp).vocab * logit_bytes if self.is_last else 0
 
         gathers = not self.mode.reduces_late and self.shard_ranks > 1
@@ -272,8 +255,7 @@ class StepTime:
             usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)
             kept = sum(memory.saved_by_block(m).values())
             shape = kept / sum(memory.saved_by_block(usual).values())
-        residual = KEPT[self.trainer.residual_bytes]
-        return self.c.block_bytes * shape * residual / KEPT[4]
+        return self.c.block_bytes * shape
 
     def adapter_bytes(self) -> float:
         """Memory traffic of the adapters of this stage per token, as counted on real operations.
@@ -305,7 +287,7 @@ class StepTime:
         """
         stream = 2 * self.tokens * self.m.d_model
         again = 3 if self.cfg.sequence_parallel else 2
-        if self.trainer.repeats_all:
+        if self.c.repeats_all:
             again = 4
         calls = 4 * self.layers + (4 + again * self.norms_again) * self.backward_layers
         if self.cfg.lora_rank and self.is_lowest_backward:
@@ -359,14 +341,14 @@ class StepTime:
         gathers = 2 if self.mode.frees_weights else 1  # again for the backward
         calls = self.layers + 1
         gather = self.ring(2 * self.n_params, self.shard_ranks, tp, calls)
-        reduced = self.trainer.reduce_bytes * self.n_trained
+        reduced = self.c.reduce_bytes * self.n_trained
         return gathers * gather + self.ring(reduced, self.shard_ranks, tp, calls)
 
     def once(self) -> float:
         """What a step sends once, at its last microbatch."""
         tp, dp = self.cfg.tp, self.dp
         calls = self.layers + 1
-        gradients = self.trainer.reduce_bytes * self.n_trained
+        gradients = self.c.reduce_bytes * self.n_trained
         if self.mode.reduces_late and self.mode.over == "all":  # ZERO1
             gathered = 2 * self.n_params
             return self.ring(gradients, dp, tp, calls) + self.ring(gathered, dp, tp, calls)
@@ -444,10 +426,10 @@ def with_shard_size(cfg: TrainConfig, fleet: Fleet) -> TrainConfig:
 
 
 def tokens_per_second(
-    m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS
+    m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants = Constants()
 ) -> float:
     """Tokens/s of all devices together. Arguments and errors as in `StepTime`."""
-    seconds = StepTime(m, cfg, fleet, c, trainer).parts()["step"]
+    seconds = StepTime(m, cfg, fleet, c).parts()["step"]
     return cfg.global_batch_size * m.max_seq_len / seconds
 
 

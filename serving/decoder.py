@@ -8,7 +8,7 @@ each step feeds one token. It reads all weights and the whole cache, so memory b
 So the weights become bf16 where that is fast (`pick_dtype`), and on a CPU they are packed as its
 kernels read them (`PackedLinear`). On a GPU, starting the kernels of a step from Python
 would take longer than the step, so it is captured (serving/step_graph.py).
-planning/decode_time.py predicts the time of a step.
+serving/speed.py predicts the time of a step.
 
 Run `python -m serving.decoder` to see what the cache saves.
 """

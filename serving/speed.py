@@ -5,6 +5,14 @@
 Decoding reads all weights and the whole cache in each step, so this figure, beside the bandwidth of
 the device, says how much faster decoding could be. The bandwidth of a GPU is that of its datasheet
 (devices.py); the bandwidth of a CPU is measured.
+
+    ms of a step           = (bytes of weights + batch x context x KV bytes per token) / bandwidth
+    KV bytes per token     = 2 x n_layers x n_kv_heads x head_dim x bytes of a number
+                             (2: a key and a value)
+
+A step gives every sequence of the batch one more token, and reads every weight once, whatever the
+batch is. So another sequence costs only the reading of its cache, until the matmuls take longer
+than the reading.
 """
 
 import math
@@ -14,8 +22,39 @@ from dataclasses import dataclass
 import torch
 
 import devices
-from planning import decode_time
+import flops
+from config import MPTConfig
 from serving.decoder import Decoder
+
+
+def kv_bytes_per_token(m: MPTConfig, width: int = 2) -> int:
+    """Bytes of one token's keys and values in all layers. width: bytes of a number, 2 for bf16.
+
+    vLLM (2309.06180, section 3) has an example: 800 KB for OPT-13B.
+    """
+    return 2 * m.n_layers * m.n_kv_heads * m.head_dim * width
+
+
+def weight_bytes(m: MPTConfig, width: int = 2) -> int:
+    """Bytes of the weights that a step reads. width: bytes of a number, 2 for bf16.
+
+    That is all of them except the tables in which it looks up one row for each sequence.
+    """
+    parts = flops.params_by_part(m)
+    tables = parts["wpe"] + (0 if m.tie_word_embeddings else parts["wte"])
+    return width * (flops.n_params(m) - tables)
+
+
+def ms_per_token(
+    m: MPTConfig, batch: int, context: int, bandwidth_gbs: float, width: int = 2
+) -> float:
+    """The least milliseconds of a step for `batch` sequences, `context` tokens each in the cache.
+
+    As long as reading takes longer than computing (Pope et al., 2211.05102, section 2).
+    bandwidth_gbs: GB/s. width: bytes of a number.
+    """
+    cache_bytes = batch * context * kv_bytes_per_token(m, width)
+    return (weight_bytes(m, width) + cache_bytes) / bandwidth_gbs / 1e6
 
 
 @dataclass
@@ -52,8 +91,8 @@ class Speed:
 
     def bytes_read(self, decoder: Decoder) -> int:
         """The bytes that all steps read: weights in each step, adapters, what the cache held."""
-        weights = decode_time.weight_bytes(decoder.cfg, decoder.dtype.itemsize)
-        per_token = decode_time.kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
+        weights = weight_bytes(decoder.cfg, decoder.dtype.itemsize)
+        per_token = kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
         return self.steps * weights + self.adapter_bytes + self.cached_tokens * per_token
 
 

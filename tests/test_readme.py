@@ -211,7 +211,7 @@ ELSEWHERE = {
     BENCH_TRAIN: "the fixture `runs`",
     "python -m bench attention": "tests/bench/test_bench_attention.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
-    "python -m planning.calibrate results.csv machine.json --save=mine.json": "it refuses a CPU",
+    "python -m planning.calibrate results.csv machine.json": "it refuses a CPU",
     "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "it ends with an error, on purpose",
     "torchrun --nproc_per_node 4 -m bench machine": "README has it with 2 ranks",
 }

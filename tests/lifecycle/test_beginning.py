@@ -155,7 +155,7 @@ def test_where_planning_knows_nothing_a_matmul_says_how_long_it_takes_at_least(
         assert f" {datetime.timedelta(seconds=round(60 * n_flops / rate))} for 60 steps" in line
 
     adapted = replace(cfg, init_from="base", lora_rank=4)  # every matmul that its step needs
-    needed = flops.total(flops.flops_by_pass(m, adapted))
+    needed = sum(sum(passes.values()) for passes in flops.flops_by_pass(m, adapted).values())
     n_flops = cfg.global_batch_size * m.max_seq_len * needed
     line = beginning.planned_time(m, adapted, world, precision, 4e12, first=30)
     assert f"at least {n_flops / 4e12:.3g} s a step" in line

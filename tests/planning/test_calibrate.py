@@ -79,7 +79,7 @@ def buses(**gbs) -> dict:
 
 
 def from_files(*paths, args: FleetArgs = ON_MI250):
-    """(measurements, fleet, constants) of these files."""
+    """(runs, fleet, constants) of these files."""
     return calibrate.from_files([str(path) for path in paths], args)
 
 
@@ -90,27 +90,26 @@ def calibrated(tmp_path, content: dict, args: FleetArgs = ON_MI250) -> tuple[Fle
     return from_files(path, args=args)[1:]
 
 
-def errors(measured, fleet, c) -> list[float]:
+def errors(runs, fleet, c) -> list[float]:
     """predicted / measured of each run."""
-    runs = measured.runs
     return [run.predicted(fleet, c) / run.tokens_per_second for run in runs]
 
 
 @pytest.mark.parametrize("pace", [0.8, 1.37])
 def test_the_pace_of_a_table(tmp_path, pace):
-    measured, fleet, c = from_files(table(tmp_path / "a.csv", pace))
+    runs, fleet, c = from_files(table(tmp_path / "a.csv", pace))
     assert replace(fleet, notes=()) == fleet_of(ON_MI250)
     assert c.pace == pytest.approx(pace, rel=1e-4)
-    assert errors(measured, fleet, c) == pytest.approx([1] * 4, rel=1e-4)
+    assert errors(runs, fleet, c) == pytest.approx([1] * 4, rel=1e-4)
 
 
 def test_the_pace_is_the_mean_of_all_runs(tmp_path):
     """The geometric one: a run twice as fast and one half as fast leave it as it is."""
     one_device = ["--ranks=1 --microbatch_size=2"] * 2
     path = table(tmp_path / "a.csv", 1.2, one_device, noise=(2, 0.5))
-    measured, fleet, c = from_files(path)
+    runs, fleet, c = from_files(path)
     assert c.pace == pytest.approx(1.2, rel=1e-4)
-    assert errors(measured, fleet, c) == pytest.approx([0.5, 2])
+    assert errors(runs, fleet, c) == pytest.approx([0.5, 2])
 
 
 def test_a_machine_of_one_node(tmp_path):
@@ -134,40 +133,28 @@ def test_a_machine_says_how_large_a_node_is_and_collisions_count_once(tmp_path):
     assert replace(fleet, devices=1024).bandwidth(1024, 1) * c.link < 19.5e9
 
 
-def test_an_assumed_or_published_network_grows_with_the_nodes_of_a_file(tmp_path):
-    for args in (FleetArgs(device="mi250"), FleetArgs(machine="mosaicml-mi250")):
-        fleet, _ = calibrated(tmp_path, saved(node_size=4), args)
-        assert (fleet.node_size, fleet.network_gbs) == (4, 50)
-    given = FleetArgs(device="mi250", network=100)
-    fleet, _ = calibrated(tmp_path, saved(node_size=4), given)
-    assert (fleet.node_size, fleet.network_gbs) == (4, 100)
-
-
-def test_measurements_are_kept_in_one_file_and_added_to(tmp_path, capsys):
-    """Several files, then the file that keeps them and another table: the same as all at once."""
+def test_a_table_and_a_machine_together(tmp_path, capsys):
+    """The pace of all runs, on the machine's speeds; of two machines the later one is believed."""
     first = table(tmp_path / "a.csv", 1.1, SETTINGS[:2])
     second = table(tmp_path / "b.csv", 1.3, SETTINGS[2:])
     bus = tmp_path / "machine.json"
     bus.write_text(json.dumps(machine()))
-    kept = str(tmp_path / "mine.json")
-    calibrate.main([first, str(bus), f"--save={kept}"])
-    assert "speed calibrated by 2 runs" in capsys.readouterr().out
-    calibrate.main([kept, second, first, f"--save={kept}"])  # the first rows once more
-    assert "speed calibrated by 4 runs" in capsys.readouterr().out
+    calibrate.main([first, second, str(bus)])
+    out = capsys.readouterr().out
+    assert "speed calibrated by 4 runs" in out and "speeds of matmuls, memory and links" in out
+    runs, fleet, c = from_files(first, second, bus)
+    assert fleet.device.bandwidth_gbs == 1300
+    error = math.prod(errors(runs, fleet, c))
+    assert error == pytest.approx(1, rel=1e-4)
 
-    _, fleet, c = from_files(first, second, bus)
-    _, kept_fleet, kept_c = from_files(kept)
-    assert kept_c.pace == pytest.approx(c.pace)
-    assert kept_fleet.device == fleet.device
+    plan.main([CONFIG, f"--calibrate={first}:{bus}", "--json"])
+    assumed = json.loads(capsys.readouterr().out)["assumed"]
+    assert any("calibrated by 2 runs" in line for line in assumed)
+    assert any("as `bench machine` measured" in line for line in assumed)
 
-    bus.write_text(json.dumps(machine(memory_gbs=1200.0)))  # the later one is believed
-    assert from_files(kept, bus)[1].device.bandwidth_gbs == 1200
-
-
-def test_a_file_that_an_earlier_version_saved(tmp_path):
-    """It has what `bench attention` measured, too."""
-    fleet, _ = calibrated(tmp_path, saved(attention=0.3))
-    assert fleet.notes[0].startswith("speed calibrated by 1 run")
+    later = tmp_path / "later.json"
+    later.write_text(json.dumps(machine(memory_gbs=1200.0)))
+    assert from_files(bus, later)[1].device.bandwidth_gbs == 1200
 
 
 def test_a_plan_takes_its_device_from_the_measurements(tmp_path, capsys):
@@ -185,12 +172,6 @@ def test_a_plan_takes_its_device_from_the_measurements(tmp_path, capsys):
     assert slower["tokens_per_second"] < found["tokens_per_second"]
 
 
-def saved(**more) -> dict:
-    """A file of --save, with other values if given."""
-    run = {"flags": "", "ranks": 8, "nodes": 1, "tokens_per_second": 9e4}
-    return {"device": "MI250", "node_size": 8, "machine": {}, "runs": [run]} | more
-
-
 # A table up to the device of its only row.
 OK = "status,precision,model,device,ranks,tokens_per_second\nok,bf16,x,"
 WRONG = {
@@ -200,10 +181,7 @@ WRONG = {
     "no JSON": "nothing",
     "matmuls above the peak": machine(matmul_tflops={"bf16": {"8192": 400}}),
     "a machine with other devices": machine(device="NVIDIA H100 80GB HBM3"),
-    "a run without figures": saved(runs=[{}]),
-    "a run that asks for help": saved(
-        runs=[{"flags": "--help", "ranks": 8, "nodes": 1, "tokens_per_second": 9e4}]
-    ),
+    "a run that asks for help": OK.replace("tokens", "others,tokens") + "MI250,8,help,9e4\n",
     "a negative bandwidth": machine(memory_gbs=-1.0),
     "no number": machine(memory_gbs=math.nan),
     "a table of attention": {"cells": [{}], "device": "MI250"},
@@ -221,10 +199,7 @@ def test_what_cannot_be_a_measurement_is_one_line_that_names_the_file(tmp_path, 
     assert str(path) in str(error.value)
 
 
-def test_arguments_that_cannot_be(tmp_path):
-    path = table(tmp_path / "a.csv", 1, SETTINGS[:1])
-    with pytest.raises(UserError, match=r"--save=mine.txt: give the name of a .json file"):
-        calibrate.main([path, "--save=mine.txt"])
+def test_arguments_that_cannot_be():
     with pytest.raises(UserError, match="usage: python .* FILE"):
         calibrate.main([])
     with pytest.raises(UserError, match="no file 'nowhere.csv' to calibrate with"):

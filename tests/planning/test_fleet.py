@@ -71,13 +71,3 @@ def test_a_network_in_gigabits_is_questioned(capsys, device, network, questioned
     assert found.network_gbs == network  # it is taken nevertheless
     assert (f"if these are Gb/s, divide by 8: --network={network / 8:g}" in err) == questioned
     assert err.count("\n") == questioned
-
-
-def test_the_program_shows_the_machines_and_the_rings(capsys):
-    fleet.main([])
-    out = capsys.readouterr().out
-    assert all(name in out for name in MACHINES)
-    fleet.main(["--machine=frontier", "--devices=16"])
-    out = capsys.readouterr().out
-    assert "16 x MI250X GCD, 8 a node" in out
-    assert "frontier's, 4 x 200 Gb/s Slingshot" in out

@@ -10,7 +10,6 @@ from tracing import live_bytes
 
 import config
 import devices
-import loss
 import tensor_parallel
 from config import MPTConfig, TrainConfig
 from model import MPT
@@ -254,11 +253,6 @@ def test_what_ran_elsewhere_fits_here(layers, d, heads, length, mode, size, batc
 
 # --------------------------------------------------------------------------------------------------
 # Real steps, on fake tensors
-
-
-def test_the_chunks_are_those_of_the_loss():
-    chunk = memory.CHUNK_BYTES, memory.GPU_ROWS, memory.COLUMNS
-    assert chunk == (loss.CHUNK_BYTES, loss.GPU_ROWS, loss.COLUMNS)
 
 
 def close(estimated, counted, rel: float, **tolerance) -> None:

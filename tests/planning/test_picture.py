@@ -35,7 +35,7 @@ def test_a_line_and_a_band_for_each_kind(drawn, flags, panels):
         assert len(first.get_xdata()) == len(second.get_xdata()) == 2
         assert first.get_linestyle() != second.get_linestyle()  # without colours, too
         assert first.get_marker() != second.get_marker()
-        assert len(axes.collections) == 4  # bars and bands
+        assert len(axes.collections) == 2  # bands
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [name.split(",")[0] for name in names] == ["H100 SXM", "MI250 GCD"]
 

@@ -19,6 +19,7 @@ A100 = devices.by_name("a100")
 M = MPTConfig(d_model=1024, n_heads=16, n_layers=8, max_seq_len=512, vocab_size=4096)
 BLOCKS = 8 * 12 * 1024**2  # weights of the matmuls
 EASY = replace(Constants(), tile=0.0, hop=0.0, overlap=1.0, copy_bytes=0.0)
+FOUNDRY = {"block_bytes": 460, "logit_bytes": 24, "repeats_all": True}
 
 
 def run(batch=16, micro=4, **more) -> TrainConfig:
@@ -35,12 +36,10 @@ def test_compute_of_one_device_by_hand():
     attention = 7 * tokens * 8 * 512 * 1024
     assert step.attention() == pytest.approx(attention / (EASY.attention_a100 * peak))
     # The loss kernel reads each bf16 logit twice and writes it once.
-    traffic = tokens * (8 * 1024 * EASY.block_bytes * 32.2 / 42.25 + 4096 * 3 * 2)
+    traffic = tokens * (8 * 1024 * EASY.block_bytes + 4096 * 3 * 2)
     assert step.memory() == pytest.approx(traffic / bandwidth)
-    foundry = StepTime(M, run(), Fleet(A100), EASY, step_time.FOUNDRY)
-    assert foundry.memory() == pytest.approx(
-        tokens * (8 * 1024 * EASY.block_bytes + 4096 * 24) / bandwidth
-    )
+    foundry = StepTime(M, run(), Fleet(A100), replace(EASY, **FOUNDRY))
+    assert foundry.memory() == pytest.approx(tokens * (8 * 1024 * 460 + 4096 * 24) / bandwidth)
 
     parts = step.parts()
     n_params = BLOCKS + 8 * 13 * 1024 + 2 * 1024 + (4096 + 512) * 1024
@@ -76,18 +75,16 @@ def test_traffic_of_adapters_by_hand():
 
 
 def test_recomputation_is_a_forward_more_of_the_blocks():
-    def step(mode: str, every: int = 1) -> StepTime:
+    def step(mode: str, every: int = 1, c=EASY) -> StepTime:
         cfg = run(activation_checkpointing=mode, recompute_every=every)
-        return StepTime(M, cfg, Fleet(A100), EASY)
+        return StepTime(M, cfg, Fleet(A100), c)
 
     none, full, half, selective = step("none"), step("full"), step("full", 2), step("selective")
     forward = 2 * 4 * 512 * BLOCKS / (0.87 * 312e12)
     # Nothing needs the output of a block's last matmul, a third of its forward.
     assert full.matmuls() - none.matmuls() == pytest.approx(forward * 2 / 3)
     assert half.matmuls() - none.matmuls() == pytest.approx(forward / 3)
-    repeats_all = StepTime(
-        M, run(activation_checkpointing="full"), Fleet(A100), EASY, step_time.FOUNDRY
-    )
+    repeats_all = step("full", c=replace(EASY, repeats_all=True))
     assert repeats_all.matmuls() - none.matmuls() == pytest.approx(forward)
     assert full.attention() == pytest.approx(9 / 7 * none.attention())
     assert selective.matmuls() == none.matmuls()
@@ -283,7 +280,7 @@ def test_sequence_parallelism_divides_the_memory_traffic_of_norms():
     fleet = Fleet(A100, 4)
     whole = StepTime(M, run(tp=4), fleet, EASY)
     divided = StepTime(M, run(tp=4, sequence_parallel=True), fleet, EASY)
-    norms = 4 * 512 * 8 * 1024 * EASY.block_bytes * 32.2 / 42.25 / 3
+    norms = 4 * 512 * 8 * 1024 * EASY.block_bytes / 3
     assert whole.memory() - divided.memory() == pytest.approx(norms * 3 / 4 / 2039e9)
     assert whole.tensor() == divided.tensor()
 
