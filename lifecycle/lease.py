@@ -34,12 +34,6 @@ FIELDS = {"host": str, "pid": int, "job": (str, type(None)), "beat": int}  # of 
 KEPT = 5  # objects of earlier owners in a store: someone may still hold an old list of them
 
 
-def this_process() -> dict:
-    """What this process writes into a lease, before its first heartbeat."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return {"host": platform.node(), "pid": os.getpid(), "job": job, "beat": 0}
-
-
 class Lease:
     """The right to write into a run folder. Rank 0 holds it while it runs.
 
@@ -55,7 +49,8 @@ class Lease:
     def __init__(self, place: str):
         self.place = place
         self.path = Path(place) / "lease.json"
-        self.me = this_process()
+        job = os.environ.get("SLURM_JOB_ID")
+        self.me = {"host": platform.node(), "pid": os.getpid(), "job": job, "beat": 0}
         self.version = None  # what `read` returns while this process is the owner
         self.lost = ""
         self.mirror = None
@@ -83,12 +78,11 @@ class Lease:
         seconds = 3 * BEAT
         taken = f"{self.place} is {in_words(owner)}"
         print(f"{taken}: waiting {seconds:g} s to see whether it is alive", flush=True)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        for _ in range(10):
             time.sleep(seconds / 10)
             version_now, owner_now = self.read()  # a damaged one has no owner, and says nothing
-            beats = owner_now and owner_now["beat"] > owner["beat"]
-            require(version_now == version and not beats, self.refusal())
+            has_beaten = owner_now and owner_now["beat"] > owner["beat"]
+            require(version_now == version and not has_beaten, self.refusal())
         return version
 
     def refusal(self) -> str:
@@ -134,7 +128,7 @@ class Lease:
                 self.write(None)
         self.close()
 
-    # --- the file of a folder
+    # --- lease.json
 
     def open(self) -> None:
         """Open and lock the file. UserError if the folder is used for something else."""

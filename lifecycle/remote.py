@@ -86,6 +86,7 @@ class Mirror:
         self.newest = None  # the checkpoint that is being copied, or was the last one
         self.wanted = None  # the same, until it is copied
         self.copied = {}  # file of the record -> its size and time when it was copied
+        self.recorded = 0.0  # when all were
         self.thread = None
         self.wake, self.closing = threading.Event(), threading.Event()
         self.is_down = False  # and the run has said so
@@ -269,10 +270,14 @@ class Mirror:
             if self.copied.get(path) != state:
                 self.store.upload(path, str(path.relative_to(self.folder)))
                 self.copied[path] = state
+        self.recorded = time.monotonic()
 
     def copy_checkpoint(self, path: Path) -> None:
         """Copy a checkpoint, and the record so that it reaches as far; delete old ones there."""
-        name = remote_checkpoints.upload(self.store, path, self.lineage)
+        name = remote_checkpoints.name_for(self.store, path, self.lineage)
+        for _ in remote_checkpoints.upload(self.store, path, name):
+            if time.monotonic() > self.recorded + MINUTE:
+                self.copy_record()
         self.copy_record()
         remote_checkpoints.publish(self.store, path, name)
         remote_checkpoints.prune(self.store, name, self.cfg.keep_last, self.cfg.keep_every)
@@ -281,14 +286,14 @@ class Mirror:
 
     def finish(self, seconds: float) -> None:
         """Copy the newest checkpoint, and wait for that as long as this. On rank 0."""
-        begin, said = time.monotonic(), False
         self.copy_newest()
         if not self.newest or self.lease.lost:
             return
         if self.thread is None:  # the run had all its steps
             self.first_step = number(self.newest)
             self.start()
-        while not self.settled() and time.monotonic() < begin + seconds:
+        begin, said = time.monotonic(), False
+        while self.wanted and not self.lease.lost and time.monotonic() < begin + seconds:
             time.sleep(0.02)
             if not said and time.monotonic() > begin + 0.5:
                 what = f"copying {self.newest.name} to {self.store.url}"
@@ -297,12 +302,12 @@ class Mirror:
             self.copy_newest()
         self.closing.set()
         self.wake.set()
-        if self.settled():
-            self.thread.join(WAIT_STOPPED)
-            self.copy()
+        if self.wanted:
+            missing = f"{self.newest.name} is not in {self.store.url} yet"
+            program.print_error(f"{missing}: the same command copies the rest", "remote")
             return
-        missing = f"{self.newest.name} is not in {self.store.url} yet"
-        program.print_error(f"{missing}: the same command copies the rest", "remote")
+        self.thread.join(WAIT_STOPPED)
+        self.copy()  # the end of the record
 
     def __exit__(self, kind=None, *error) -> None:
         """Wait for the last checkpoint after a normal end and a stop signal; free the remote.

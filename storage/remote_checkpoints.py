@@ -83,23 +83,25 @@ def begin_lineage(store: Store, step: int) -> int:
 # Copying
 
 
-def upload(store: Store, path: Path, lineage: int) -> str:
-    """Upload the files of a local checkpoint that are not there, but its list. Its name there.
+def name_for(store: Store, path: Path, lineage: int) -> str:
+    """The name there of a local checkpoint. OSError if it is gone."""
+    own = f"{path.name}.{digest((path / LIST).read_bytes())}"
+    there = (name for name in published(store) if name.endswith(own))  # the run resumed from it
+    return next(there, f"{lineage}-{own}" if lineage else own)
+
+
+def upload(store: Store, path: Path, name: str):
+    """Upload the files of a local checkpoint that are not there, but its list. Yields after each.
 
     UserError if one is damaged here, OSError if it is gone, StoreError if the store fails.
     """
-    content = (path / LIST).read_bytes()
-    checksums = checkpoint_files.parse_checksums(content, path)
+    checksums = checkpoint_files.read_checksums(path)
     require(checksums, f"{path} is damaged")
-    own = f"{path.name}.{digest(content)}"
-    name = f"{lineage}-{own}" if lineage else own
-    # The run may have resumed from this one.
-    name = next((each for each in published(store) if each.endswith(own)), name)
     present = store.sizes(f"checkpoints/{name}")
     for file, expected in checksums.items():
         if present.get(file) != expected[0]:  # an object is whole or absent
             store.upload(path / file, f"checkpoints/{name}/{file}", expected)
-    return name
+            yield file
 
 
 def publish(store: Store, path: Path, name: str) -> None:

@@ -205,7 +205,9 @@ def test_who_has_lost_the_remote_changes_nothing_there(tmp_path, hurry):
 
 
 def copy(store, path, lineage=0) -> None:
-    remote_checkpoints.publish(store, path, remote_checkpoints.upload(store, path, lineage))
+    name = remote_checkpoints.name_for(store, path, lineage)
+    assert list(remote_checkpoints.upload(store, path, name))
+    remote_checkpoints.publish(store, path, name)
 
 
 def test_a_run_that_goes_back_again_before_it_has_saved(tmp_path, hurry):

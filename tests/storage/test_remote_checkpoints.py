@@ -18,9 +18,16 @@ def store(tmp_path):
     return open_store(f"file://{tmp_path}/store")
 
 
+def upload(store, path, lineage=0) -> str:
+    """Upload a checkpoint, but its list. Its name there."""
+    name = remote_checkpoints.name_for(store, path, lineage)
+    assert list(remote_checkpoints.upload(store, path, name)) == [".metadata", "meta.json"]
+    return name
+
+
 def copy(store, path, lineage=0) -> str:
     """Upload and publish a checkpoint. Its name there."""
-    name = remote_checkpoints.upload(store, path, lineage)
+    name = upload(store, path, lineage)
     remote_checkpoints.publish(store, path, name)
     return name
 
@@ -32,11 +39,10 @@ def steps(store) -> list[int]:
 def test_one_is_there_when_its_list_is(store, tmp_path, monkeypatch):
     """What has been copied before is not copied again, in both directions."""
     path = made_up(tmp_path / "run", 600)
-    name = remote_checkpoints.upload(store, path, 0)
+    name = upload(store, path)
     assert sorted(store.sizes(f"checkpoints/{name}")) == [".metadata", "meta.json"]
     assert steps(store) == []
-    monkeypatch.setattr(store, "upload", None)
-    assert remote_checkpoints.upload(store, path, 0) == name
+    assert not list(remote_checkpoints.upload(store, path, name))
     remote_checkpoints.publish(store, path, name)
     assert steps(store) == [600]
 
@@ -86,7 +92,7 @@ def test_old_ones_are_deleted_with_their_list_first(store, tmp_path, monkeypatch
     for step in (0, 4, 8, 10, 12, 16):
         newest = copy(store, made_up(tmp_path / "run", step))
     for step in (6, 20):  # half ones
-        remote_checkpoints.upload(store, made_up(tmp_path / "run", step), 0)
+        upload(store, made_up(tmp_path / "run", step))
 
     deleted = []
     delete = store.delete
