@@ -86,7 +86,7 @@ class Mirror:
         self.newest = None  # the checkpoint that is being copied, or was the last one
         self.wanted = None  # the same, until it is copied
         self.copied = {}  # file of the record -> its size and time when it was copied
-        self.recorded = 0.0  # when all were
+        self.due = 0.0  # when the record is copied next
         self.thread = None
         self.wake, self.closing = threading.Event(), threading.Event()
         self.is_down = False  # and the run has said so
@@ -186,6 +186,7 @@ class Mirror:
             if top in runlog.OWN_FILES and ".." not in name:
                 target = self.folder / name
                 target.parent.mkdir(exist_ok=True)
+                Path(f"{target}.part").unlink(missing_ok=True)  # of an earlier version
                 self.store.download(name, target, size)
 
     # --- to the store
@@ -209,9 +210,10 @@ class Mirror:
         """Want the newest checkpoint in the store, unless another one is being copied."""
         if not self.lease or not self.settled():
             return
-        newest = latest(self.folder)
         if self.checkpointer and self.checkpointer.published is not None:
             newest = self.checkpointer.folder / f"step-{self.checkpointer.published}"
+        else:
+            newest = latest(self.folder)
         if newest == self.newest:
             return
         self.newest = self.wanted = newest
@@ -220,12 +222,11 @@ class Mirror:
         self.wake.set()
 
     def keep_copying(self) -> None:
-        """In a thread: copy what the store lacks every minute; less often if that takes long."""
+        """In a thread: copy what the store lacks, when it is due or wanted."""
         while not self.closing.is_set() and not self.lease.lost:
-            begin = time.monotonic()
             self.copy()
-            minute = max(MINUTE, 20 * (time.monotonic() - begin))
-            self.wake.wait(PAUSE if self.wanted else minute)
+            has_failed = self.wanted or self.is_down
+            self.wake.wait(PAUSE if has_failed else self.due - time.monotonic())
             self.wake.clear()
 
     def copy(self) -> None:
@@ -255,8 +256,10 @@ class Mirror:
     def copy_record(self) -> None:
         """Copy the files of the record that have changed. The microbatch is one machine's own.
 
-        UserError if another run owns the store now, which is asked first.
+        It is due again in a minute; later if that takes long. UserError if another run owns the
+        store now, which is asked first.
         """
+        begin = time.monotonic()
         self.lease.beat()
         self.lease.check()
         if self.lineage is None:
@@ -270,13 +273,14 @@ class Mirror:
             if self.copied.get(path) != state:
                 self.store.upload(path, str(path.relative_to(self.folder)))
                 self.copied[path] = state
-        self.recorded = time.monotonic()
+        now = time.monotonic()
+        self.due = now + max(MINUTE, 20 * (now - begin))
 
     def copy_checkpoint(self, path: Path) -> None:
         """Copy a checkpoint, and the record so that it reaches as far; delete old ones there."""
         name = remote_checkpoints.name_for(self.store, path, self.lineage)
         for _ in remote_checkpoints.upload(self.store, path, name):
-            if time.monotonic() > self.recorded + MINUTE:
+            if time.monotonic() > self.due:
                 self.copy_record()
         self.copy_record()
         remote_checkpoints.publish(self.store, path, name)

@@ -288,10 +288,12 @@ def test_what_trackers_have_been_sent_is_known_there(in_folder, tmp_path, hurry)
     mirror = mirror_of(here, store)
     mirror.first_step = 0
     mirror.copy_record()
-    there.mkdir()
+    (there / "trackers").mkdir(parents=True)
+    (there / "trackers/wandb.json.part").write_text('{"step": 5')  # of an earlier version
     remote.Mirror(TrainConfig(run_dir=str(there), remote=store.url)).bring_record()
     files = [path for path in there.rglob("*") if path.is_file()]
     assert [path.relative_to(there).as_posix() for path in files] == ["trackers/wandb.json"]
+    assert files[0].read_text() == '{"step": 6}'
 
 
 @pytest.mark.slow
