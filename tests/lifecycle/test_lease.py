@@ -1,5 +1,6 @@
 """lifecycle/lease.py: one run per folder, on one machine and between machines."""
 
+import errno
 import json
 import os
 import threading
@@ -109,6 +110,21 @@ def test_of_another_machine_the_heartbeat_decides(tmp_path, live_lease, monkeypa
     owned = "is owned by process 7 on elsewhere, job 42: wait for that run"
     with pytest.raises(UserError, match=owned):
         taken(tmp_path)
+
+
+def test_without_locks_the_heartbeat_decides_on_this_machine_too(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(leases.fcntl, "flock", flock)
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    with taken(tmp_path) as lease:
+        with pytest.raises(UserError, match="is owned by process"):
+            taken(tmp_path)
+        killed = json.dumps(lease.me)
+    (tmp_path / "lease.json").write_text(killed)
+    with taken(tmp_path):
+        pass
 
 
 def test_a_lease_without_a_heartbeat_is_taken_over(tmp_path, monkeypatch):

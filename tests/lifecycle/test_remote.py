@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +25,13 @@ from launches import FLAGS, FOREVER, Job, steps_of, train_in, wait_for
 
 import checkpoint
 import fsdp_train
-from config import TrainConfig
+from config import MPTConfig, TrainConfig
 from lessons.elastic import steps_done
 from lifecycle import lease as leases
 from lifecycle import remote, watchdog
-from lifecycle.remote import RemoteLease
+from lifecycle.lease import StoreLease
 from program import UserError
-from storage import checkpoint_files, object_store, remote_checkpoints
+from storage import object_store, remote_checkpoints
 from storage.object_store import open_store
 
 pytest.importorskip("obstore", reason="object stores need obstore: see requirements-extra.txt")
@@ -44,7 +45,7 @@ def in_a_hurry(variables, rank=0):
     """Seconds become tenths; and these environment variables are set."""
     shorter = {
         leases: {"BEAT": 0.3},
-        remote: {"PAUSE": 0.2, "POLL": 0.1, "MINUTE": 1},
+        remote: {"PAUSE": 0.2, "MINUTE": 1},
         object_store: {"PAUSE": 0.05, "RETRIES": 1},
     }
     with contextlib.ExitStack() as stack:
@@ -64,12 +65,10 @@ def names_of(url) -> list[int]:
     """The steps of the complete checkpoints, newest first, each of which is sound."""
     store = open_store(url)
     found = remote_checkpoints.published(store)
-    for each in found:
-        for name, (size, crc) in each.checksums.items():
-            # The proxy may damage what is read here, too.
-            reads = (store.get(f"checkpoints/{each.name}/{name}") for _ in range(5))
-            assert any([len(c), object_store.zlib.crc32(c)] == [size, crc] for c in reads)
-    return [each.step for each in found]
+    for name in found:
+        with tempfile.TemporaryDirectory() as folder:
+            remote_checkpoints.download(store, name, Path(folder))
+    return [remote_checkpoints.place_of(name)[1] for name in found]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -78,34 +77,33 @@ def names_of(url) -> list[int]:
 
 def test_a_remote_has_one_owner(tmp_path, hurry, capsys):
     store = open_store(f"file://{tmp_path}/there")
-    first = RemoteLease(store, "a")
+    first = StoreLease(store, "a")
     first.take()
-    beating = threading.Event()
-    threading.Thread(target=lambda: keep(first, beating), daemon=True).start()
-    message = refusal(RemoteLease(store, "b").take)
+    message = refusal(StoreLease(store, "b").take)
     assert f"is owned by process {os.getpid()} on " in message and "another --remote" in message
-    beating.set()  # it is dead now
-    second = RemoteLease(store, "b")
+    fall_silent(first)
+    second = StoreLease(store, "b")
     second.take()
-    assert second.generation == first.generation + 1
+    assert second.version == first.version + 1
     first.beat()
     assert "is now owned by" in first.lost
-    second.me["released"] = True
-    second.beat()
+    second.__exit__()
     begin = time.monotonic()
-    third = RemoteLease(store, "c")
-    third.take()
-    again = RemoteLease(store, "c")  # the same folder, after a kill
-    again.take()
-    assert time.monotonic() - begin < leases.BEAT
-    for _ in range(remote.KEPT + 3):
-        again.take()
-    assert len(store.sizes("lease")) == remote.KEPT + 2
+    with StoreLease(store, "c") as third:
+        third.take()
+        fall_silent(third)
+        for _ in range(leases.KEPT + 3):
+            again = StoreLease(store, "c")  # the same folder, after a kill
+            again.take()
+            fall_silent(again)
+    assert time.monotonic() - begin < 3 * leases.BEAT
+    assert len(store.sizes("lease")) == leases.KEPT
 
 
-def keep(lease, ended) -> None:
-    while not ended.wait(0.02):
-        lease.beat()
+def fall_silent(lease) -> None:
+    """It writes no heartbeat any more."""
+    lease.released.set()
+    lease.heartbeat.join()
 
 
 def test_of_many_who_want_a_remote_one_gets_it(tmp_path, hurry):
@@ -115,7 +113,7 @@ def test_of_many_who_want_a_remote_one_gets_it(tmp_path, hurry):
 
     def take(name):
         try:
-            lease = RemoteLease(there, name)
+            lease = StoreLease(there, name)
             lease.take()
             owners.append(name)
             while others != [None] * 3:
@@ -133,7 +131,7 @@ def test_a_store_that_ignores_the_condition_is_refused(tmp_path, hurry):
     put = store.client.put
     store.client = mock.Mock(wraps=store.client)
     store.client.put = lambda key, content, **more: put(key, content)
-    assert "ignores conditional writes" in refusal(RemoteLease(store, "a").take)
+    assert "ignores conditional writes" in refusal(StoreLease(store, "a").take)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 1}', b"\xff"])
@@ -141,9 +139,9 @@ def test_a_damaged_lease_has_no_owner(tmp_path, content, hurry):
     store = open_store(f"file://{tmp_path}/there")
     store.put("lease/00000007.json", content)
     store.put("lease/notes", b"")
-    lease = RemoteLease(store, "a")
+    lease = StoreLease(store, "a")
     lease.take()
-    assert lease.generation == 8
+    assert lease.version == 8
 
 
 def test_a_folder_on_another_machine_is_the_same_run_with_another_token(tmp_path, monkeypatch):
@@ -157,11 +155,11 @@ def test_a_folder_on_another_machine_is_the_same_run_with_another_token(tmp_path
 
 
 def mirror_of(folder, store) -> remote.Mirror:
-    """The mirror of a run folder on its first of two ranks, with a lease."""
+    """The mirror of a run folder on rank 0, with a lease."""
     folder.mkdir(exist_ok=True)
-    mirror = remote.Mirror(TrainConfig(run_dir=str(folder), remote=store.url), store, 0, 2)
-    mirror.take_lease()
-    return mirror
+    cfg = TrainConfig(run_dir=str(folder), remote=store.url)
+    with mock.patch.object(remote.Mirror, "bring"):
+        return remote.open_mirror(MPTConfig(), cfg)
 
 
 def write_checkpoint(folder, step, content=b"x") -> Path:
@@ -177,49 +175,52 @@ def write_checkpoint(folder, step, content=b"x") -> Path:
 
 
 def published_by(store) -> list[int]:
-    return [each.step for each in remote_checkpoints.published(store)]
+    return [remote_checkpoints.place_of(name)[1] for name in remote_checkpoints.published(store)]
 
 
 def test_a_store_with_another_run_is_refused(tmp_path, hurry):
     store = open_store(f"file://{tmp_path}/there")
-    mirror_of(tmp_path / "a", store).release_lease()
+    mirror_of(tmp_path / "a", store).lease.__exit__()
     write_checkpoint(tmp_path / "b", 4)
     message = refusal(lambda: mirror_of(tmp_path / "b", store))
     assert "holds another run than" in message and "set another --remote" in message
     mirror_of(tmp_path / "c", store)  # it has nothing of its own yet, and goes on with that run
 
 
-def test_who_has_lost_the_remote_unpublishes_nothing(tmp_path, hurry):
+def test_who_has_lost_the_remote_changes_nothing_there(tmp_path, hurry):
     store = open_store(f"file://{tmp_path}/there")
     first = mirror_of(tmp_path / "a", store)
-    first.first_step = 0
+    first.first_step = 4
+    fall_silent(first.lease)
     second = mirror_of(tmp_path / "b", store)
-    path = write_checkpoint(tmp_path / "b", 8)
-    remote_checkpoints.upload(store, path, remote_checkpoints.missing(store, path))
-    remote_checkpoints.publish(store, path)
-    assert "is now owned by" in refusal(first.withdraw_newer)
-    assert published_by(store) == [8]
+    copy(store, write_checkpoint(tmp_path / "b", 8))
+    before = store.sizes()
+    assert "is now owned by" in refusal(first.copy_record)
+    assert store.sizes().keys() == before.keys() and published_by(store) == [8]
     second.first_step = 4
-    second.withdraw_newer()
-    assert published_by(store) == [] and second.first_step is None
+    second.copy_record()
+    assert published_by(store) == [] and second.lineage == 1
+    copy(store, write_checkpoint(tmp_path / "b", 6), 1)
+    assert published_by(store) == [6]
 
 
-def test_a_checkpoint_that_a_rank_cannot_copy_gives_way_to_the_next(tmp_path, hurry, monkeypatch):
-    """Rank 1 is not there: first its checkpoint has time, then there is a newer one."""
-    monkeypatch.setattr(remote, "OVERDUE", 0.3)
+def copy(store, path, lineage=0) -> None:
+    name = remote_checkpoints.name_for(store, path, lineage)
+    assert list(remote_checkpoints.upload(store, path, name))
+    remote_checkpoints.publish(store, path, name)
+
+
+def test_a_run_that_goes_back_again_before_it_has_saved(tmp_path, hurry):
+    """It was killed meanwhile: the next start goes back to the same step, not to a later one."""
     store = open_store(f"file://{tmp_path}/there")
-    mirror = mirror_of(tmp_path / "a", store)
-    write_checkpoint(tmp_path / "a", 4)
-    mirror.copy_newest()
-    time.sleep(3 * remote.OVERDUE)
-    assert not mirror.settled()
-    newer = write_checkpoint(tmp_path / "a", 8, b"y")
-    wait_for(mirror.settled)
-    remote_checkpoints.upload(store, newer, ["__1_0.distcp"])
-    mirror.copy_newest()
-    wait_for(mirror.settled)
-    assert published_by(store) == [8]
-    assert remote_checkpoints.is_published(store, newer)
+    for step in (4, 8, 12):
+        copy(store, write_checkpoint(tmp_path / "a", step))
+    for _ in range(2):
+        assert remote_checkpoints.begin_lineage(store, 8) == 1
+        assert published_by(store) == [8, 4]
+    assert remote_checkpoints.begin_lineage(store, 4) == 2
+    assert remote_checkpoints.begin_lineage(store, 4) == 2
+    assert published_by(store) == [4]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,18 +278,22 @@ def test_a_run_goes_on_where_nothing_but_the_store_is_known(ranks, in_folder, si
     assert [json.loads(line)["first_step"] for line in launches] == [0, 6]
 
 
-def test_what_trackers_have_been_sent_is_known_there(in_folder, tmp_path):
+def test_what_trackers_have_been_sent_is_known_there(in_folder, tmp_path, hurry):
     """But not their own files."""
     store = open_store(in_folder.url)
     here, there = tmp_path / "here", tmp_path / "elsewhere"
     (here / "trackers/wandb").mkdir(parents=True)
     (here / "trackers/wandb.json").write_text('{"step": 6}')
     (here / "trackers/wandb/large").write_text("x")
-    remote.Mirror(TrainConfig(run_dir=str(here)), store, 0, 1).copy_record()
-    there.mkdir()
-    remote.Mirror(TrainConfig(run_dir=str(there)), store, 0, 1).bring_record()
+    mirror = mirror_of(here, store)
+    mirror.first_step = 0
+    mirror.copy_record()
+    (there / "trackers").mkdir(parents=True)
+    (there / "trackers/wandb.json.part").write_text('{"step": 5')  # of an earlier version
+    remote.Mirror(TrainConfig(run_dir=str(there), remote=store.url)).bring_record()
     files = [path for path in there.rglob("*") if path.is_file()]
     assert [path.relative_to(there).as_posix() for path in files] == ["trackers/wandb.json"]
+    assert files[0].read_text() == '{"step": 6}'
 
 
 @pytest.mark.slow
@@ -303,7 +308,7 @@ def test_the_machine_of_before_goes_on(ranks, in_folder):
     assert status == 0 and "downloading" not in out
     assert "resuming from run/checkpoints/step-10" in out
     assert [*rows_of(a)] == [*range(1, 13)]
-    assert remote.RemoteLease(open_store(in_folder.url), "").newest()[1]["released"]
+    assert StoreLease(open_store(in_folder.url), "").read()[1]["released"]
 
 
 @pytest.mark.slow
@@ -327,8 +332,8 @@ def test_what_is_half_deleted_or_damaged_is_passed_over(ranks, in_folder):
     store = open_store(in_folder.url)
     assert names_of(in_folder.url) == [12, 8, 4]
     newest, middle, oldest = remote_checkpoints.published(store)
-    store.delete(f"checkpoints/{newest.name}/.metadata")
-    damaged = f"checkpoints/{middle.name}/__0_0.distcp"
+    store.delete(f"checkpoints/{newest}/.metadata")
+    damaged = f"checkpoints/{middle}/__0_0.distcp"
     store.put(damaged, store_server.flipped(store.get(damaged)))
 
     folder = in_folder.folder()
@@ -352,11 +357,15 @@ def test_here_or_there_the_newest_sound_one_wins(ranks, in_folder):
     assert (a / "run/checkpoints/step-12.damaged").exists()
 
     assert names_of(in_folder.url)[:2] == [14, 12]
+    before = set(remote_checkpoints.published(open_store(in_folder.url)))
     flags = ["--max_steps=14", "--skip_steps=13:14"]
     status, message, out = in_folder.train(ranks(1), *flags)
     assert status == 0 and "resuming from run/checkpoints/step-12" in out, message
-    withdrawn = [*(in_folder.tmp_path / "there/checkpoints").glob("step-14.*/*.replaced")]
-    assert len(withdrawn) == 1 and names_of(in_folder.url)[:2] == [14, 12]
+    store = open_store(in_folder.url)
+    assert published_by(store)[:2] == [14, 12]
+    newest, *others = remote_checkpoints.published(store)
+    assert newest.startswith("1-step-14.") and set(others) <= before
+    assert len([*(in_folder.tmp_path / "there/checkpoints").glob("step-14.*")]) == 1  # it stays
 
 
 @pytest.mark.slow
@@ -405,9 +414,9 @@ def test_a_store_that_refuses_is_one_line(ranks, tmp_path, tiny_data, store):
 
 THREADS = [  # of a run: what fails in each of them
     (leases.Lease, "write"),
-    (remote.RemoteLease, "beat"),
+    (StoreLease, "write"),
     (remote.Mirror, "copy_record"),
-    (remote.Mirror, "copy"),
+    (remote.Mirror, "copy_checkpoint"),
     (watchdog.Watchdog, "exchange"),
 ]
 
@@ -436,17 +445,14 @@ def test_a_thread_that_dies_ends_the_run(in_folder, place, name):
         assert f"RuntimeError: a bug in {name}" in job.log()
 
 
-def copying_fails_on_rank_1(rank):
-    return failing_in_threads(remote.Mirror, "copy", rank) if rank else in_a_hurry({})
-
-
 @pytest.mark.slow
-def test_a_copier_that_dies_on_one_rank_ends_all(in_folder):
+def test_a_copier_that_dies_ends_all_ranks(in_folder):
     flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
-    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=copying_fails_on_rank_1) as job:
+    fault = functools.partial(failing_in_threads, remote.Mirror, "copy_checkpoint")
+    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=fault) as job:
         statuses = job.wait()
-        assert statuses[1] == 1 and statuses[0] in (1, 75), job.log()[-3000:]
-        assert "a bug in copy" in job.log()
+        assert statuses[0] == 1 and statuses[1] in (1, 75), job.log()[-3000:]
+        assert "a bug in copy_checkpoint" in job.log()
 
 
 @pytest.mark.slow
@@ -580,8 +586,7 @@ def kill(job, store, newest: int, chance) -> None:
 def published_after(url, step: int) -> bool:
     """Has the store a complete checkpoint after this step?"""
     with contextlib.suppress(UserError):
-        found = remote_checkpoints.published(open_store(url))
-        return bool(found) and found[0].step > step
+        return max(published_by(open_store(url)), default=0) > step
     return False
 
 
@@ -614,10 +619,3 @@ def slow_steps(variables, rank):
 
     with in_a_hurry(variables), mock.patch.object(fsdp_train, "train_step", train_step):
         yield
-
-
-def test_each_file_of_a_checkpoint_has_its_rank():
-    names = [".metadata", "meta.json", "__0_0.distcp", "__3_0.distcp", "__3_1.distcp"]
-    assert [remote.rank_of(name, 4) for name in names] == [0, 0, 0, 3, 3]
-    assert [remote.rank_of(name, 2) for name in names] == [0, 0, 0, 1, 1]
-    assert checkpoint_files.parse_checksums(b'{"../a": [1, 2]}', Path("x")) is None

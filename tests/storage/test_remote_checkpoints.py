@@ -4,7 +4,6 @@ A folder is the store.
 """
 
 import pytest
-from conftest import refusal
 from test_checkpoint import made_up
 
 import checkpoint
@@ -19,40 +18,48 @@ def store(tmp_path):
     return open_store(f"file://{tmp_path}/store")
 
 
-def copy(store, path) -> str:
+def upload(store, path, lineage=0) -> str:
+    """Upload a checkpoint, but its list. Its name there."""
+    name = remote_checkpoints.name_for(store, path, lineage)
+    assert list(remote_checkpoints.upload(store, path, name)) == [".metadata", "meta.json"]
+    return name
+
+
+def copy(store, path, lineage=0) -> str:
     """Upload and publish a checkpoint. Its name there."""
-    remote_checkpoints.upload(store, path, remote_checkpoints.missing(store, path))
-    remote_checkpoints.publish(store, path)
-    return remote_checkpoints.folder_of(path).removeprefix("checkpoints/")
+    name = upload(store, path, lineage)
+    remote_checkpoints.publish(store, path, name)
+    return name
 
 
 def steps(store) -> list[int]:
-    return [found.step for found in remote_checkpoints.published(store)]
+    return [remote_checkpoints.place_of(name)[1] for name in remote_checkpoints.published(store)]
 
 
-def test_one_is_there_when_its_list_is(store, tmp_path):
+def test_one_is_there_when_its_list_is(store, tmp_path, monkeypatch):
+    """What has been copied before is not copied again, in both directions."""
     path = made_up(tmp_path / "run", 600)
-    remote_checkpoints.upload(store, path, [".metadata"])
-    assert remote_checkpoints.missing(store, path) == ["meta.json"] and steps(store) == []
-    remote_checkpoints.upload(store, path, [".metadata", "meta.json"])
-    assert remote_checkpoints.missing(store, path) == [] and steps(store) == []
-    remote_checkpoints.publish(store, path)
+    name = upload(store, path)
+    assert sorted(store.sizes(f"checkpoints/{name}")) == [".metadata", "meta.json"]
+    assert steps(store) == []
+    assert not list(remote_checkpoints.upload(store, path, name))
+    remote_checkpoints.publish(store, path, name)
     assert steps(store) == [600]
 
-    (found,) = remote_checkpoints.published(store)
-    assert remote_checkpoints.meta_of(store, found)["step"] == 600
-    there, part = tmp_path / "b" / "step-600", tmp_path / "b" / "part"
-    remote_checkpoints.download(store, found, [".metadata"], part)
-    assert "lacks meta.json" in refusal(remote_checkpoints.place, found, part, there)
-    remote_checkpoints.download(store, found, found.checksums, part)
-    remote_checkpoints.place(found, part, there)
-    assert checkpoint.verify(there) is None
+    part = tmp_path / "b/part"
+    remote_checkpoints.download(store, name, part, ["meta.json"])
+    assert sorted(part.iterdir()) == [part / "checksums.json", part / "meta.json"]
+    asked, download = [], store.download
+    monkeypatch.setattr(store, "download", lambda *args: (asked.append(args[0]), download(*args)))
+    remote_checkpoints.download(store, name, part)
+    assert asked == [f"checkpoints/{name}/.metadata"]
+    assert checkpoint.verify(part.rename(part.with_name("step-600"))) is None
 
 
 @pytest.mark.parametrize("name", [".metadata", "checksums.json"])
 @pytest.mark.parametrize("content", [None, b"", b"{}"])
-def test_what_is_incomplete_is_passed_over(store, tmp_path, name, content):
-    copy(store, made_up(tmp_path / "run", 8))
+def test_what_is_incomplete_is_refused(store, tmp_path, name, content):
+    older = copy(store, made_up(tmp_path / "run", 8))
     newer = copy(store, made_up(tmp_path / "run", 12))
     store.put("checkpoints/notes/checksums.json", b"{}")
     assert steps(store) == [12, 8]
@@ -60,12 +67,15 @@ def test_what_is_incomplete_is_passed_over(store, tmp_path, name, content):
         store.delete(f"checkpoints/{newer}/{name}")
     else:
         store.put(f"checkpoints/{newer}/{name}", content)
-    assert steps(store) == [8]
+    with pytest.raises((DamagedObject, FileNotFoundError)):
+        remote_checkpoints.download(store, newer, tmp_path / "newer")
+    if content is None and name == "checksums.json":
+        assert steps(store) == [8]
+    remote_checkpoints.download(store, older, tmp_path / "older")
 
 
 def test_what_is_damaged_on_the_way_is_asked_for_again(store, tmp_path, monkeypatch):
     name = copy(store, made_up(tmp_path / "run", 8))
-    (found,) = remote_checkpoints.published(store)
     get, asked = store.get, []
 
     def damaged_once(key):
@@ -73,39 +83,42 @@ def test_what_is_damaged_on_the_way_is_asked_for_again(store, tmp_path, monkeypa
         return get(key) if len(asked) % 2 == 0 else b"{" + get(key)[1:-1]
 
     monkeypatch.setattr(store, "get", damaged_once)
-    assert steps(store) == [8]
-    assert remote_checkpoints.meta_of(store, found)["step"] == 8
-    assert len(asked) == 4
-    monkeypatch.undo()
-    store.put(f"checkpoints/{name}/meta.json", b"{}")
-    with pytest.raises(DamagedObject, match="meta.json is damaged"):
-        remote_checkpoints.meta_of(store, found)
+    remote_checkpoints.download(store, name, tmp_path / "part")
+    assert len(asked) == 2
 
 
 def test_old_ones_are_deleted_with_their_list_first(store, tmp_path, monkeypatch):
     """The first one that was imported stays, those of keep_every, and what is newer."""
     for step in (0, 4, 8, 10, 12, 16):
         newest = copy(store, made_up(tmp_path / "run", step))
-    half = made_up(tmp_path / "run", 6), made_up(tmp_path / "run", 20)
-    for path in half:
-        remote_checkpoints.upload(store, path, [".metadata"])
+    for step in (6, 20):  # half ones
+        upload(store, made_up(tmp_path / "run", step))
 
     deleted = []
     delete = store.delete
     monkeypatch.setattr(store, "delete", lambda key: (deleted.append(key), delete(key)))
     remote_checkpoints.prune(store, newest, keep_last=2, keep_every=8)
     assert steps(store) == [16, 12, 8, 0]
-    assert len(deleted) == 3 + 3 + 1  # the steps 4, 10 and the half one of 6
+    assert len(deleted) == 3 + 3 + 2  # the steps 4, 10 and the half one of 6
     ends = [key.rpartition("/")[2] for key in deleted if "step-6" not in key]
     assert ends[0] == ends[3] == "checksums.json"
-    assert len([name for name in remote_checkpoints.contents(store) if "step-20" in name]) == 1
+    assert any("step-20" in key for key in store.sizes("checkpoints"))
 
 
-def test_those_after_a_step_are_withdrawn_and_kept(store, tmp_path):
-    for step in (4, 8, 12):
-        newest = copy(store, made_up(tmp_path / "run", step))
-    remote_checkpoints.withdraw_newer(store, 8)
+def test_a_run_that_went_back_is_newer_than_what_it_left(store, tmp_path):
+    """What it left stays, also where an earlier version has left it."""
+    names = {step: copy(store, made_up(tmp_path / "run", step)) for step in (4, 8, 12)}
+    assert remote_checkpoints.begin_lineage(store, 12) == 0
+    assert remote_checkpoints.begin_lineage(store, 8) == 1
     assert steps(store) == [8, 4]
+    newest = copy(store, made_up(tmp_path / "again", 10), 1)
+    assert newest.startswith("1-step-10.") and steps(store) == [10, 8, 4]
+
+    where = f"checkpoints/{names[4]}/checksums.json"
+    store.put(f"{where}.replaced", store.get(where))
+    store.delete(where)
     remote_checkpoints.prune(store, newest, keep_last=1, keep_every=0)
-    assert steps(store) == [8]
-    assert len(store.sizes(f"checkpoints/{newest}")) == 3
+    assert steps(store) == [10]
+    assert len(store.sizes(f"checkpoints/{names[12]}")) == 3
+    assert len(store.sizes(f"checkpoints/{names[4]}")) == 3
+    assert not store.sizes(f"checkpoints/{names[8]}")
