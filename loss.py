@@ -34,7 +34,6 @@ import attention
 from config import CHUNK_BYTES, COLUMNS, GPU_ROWS
 from program import arguments, run
 
-ROWS = 512  # tokens per chunk in scoring on a CPU: a block of their logits is 8 MiB in fp32
 IGNORE = -100  # a label that does not count
 
 
@@ -245,10 +244,10 @@ def score_labels(x, weight, labels, logit_scale=None):
 
 
 def score_all(x, weight, labels, scale):
-    """`score_labels` for x (N, D) and labels (N,), the obvious way, in chunks of rows. For GPUs.
+    """`score_labels` for x (N, D) and labels (N,), the obvious way, in chunks of rows.
 
-    Labels that do not count are scored, too: to leave them out, the host would have to wait for the
-    device, to learn how many they are.
+    On a GPU labels that do not count are scored, too: to leave them out, the host would have to
+    wait for the device, to learn how many they are.
     """
     exact = at_least_fp32(x)
     weight = weight.to(autocast_dtype(x))  # cast once, not for each chunk
@@ -258,7 +257,7 @@ def score_all(x, weight, labels, scale):
         logits = F.linear(x_chunk, weight)  # (rows, V)
         if scale != 1:
             logits = logits.to(exact) * scale
-        chunk_greedy.append(logits.argmax(-1) == labels_chunk)
+        chunk_greedy.append(likeliest(logits, labels_chunk))
         index = labels_chunk.clamp(0, weight.shape[0] - 1)
         log_prob = F.log_softmax(logits, -1, dtype=exact).gather(1, index[:, None])[:, 0]  # (rows,)
         chunk_log_probs.append(log_prob.masked_fill(index != labels_chunk, math.nan))
@@ -267,53 +266,24 @@ def score_all(x, weight, labels, scale):
 
 
 def score_counted(x, weight, labels, scale):
-    """The same for the labels that count, and only those. For CPUs, where it is the faster way."""
+    """`score_all` for the labels that count, and only those: on a CPU this is the faster way."""
     counted = labels != IGNORE
     log_probs = torch.zeros(labels.shape, dtype=at_least_fp32(x), device=x.device)
     greedy = torch.zeros_like(counted)
-
-    x = x[counted]  # (n, D)
-    labels = labels[counted][:, None]  # (n, 1)
-    chunks = []
-    for begin in range(0, len(x), ROWS):
-        chunk = slice(begin, begin + ROWS)
-        chunks.append(score_in_blocks(x[chunk], weight, labels[chunk], scale))
-    if chunks:
-        chunk_log_probs, chunk_greedy = zip(*chunks, strict=True)
-        log_probs[counted] = torch.cat(chunk_log_probs)[:, 0]
-        greedy[counted] = torch.cat(chunk_greedy)[:, 0]
+    scores = score_all(x[counted], weight, labels[counted], scale)
+    log_probs[counted], greedy[counted] = scores
     return log_probs, greedy
 
 
-def score_in_blocks(x, weight, labels, scale):
-    """The same for x (rows, D) and labels (rows, 1) that all count; returns (rows, 1) each.
-
-    It takes one block of the vocabulary at a time, so that a CPU finds the block's logits still in
-    its cache when it sums them. A label is greedy if it has the largest logit of its block and no
-    other block has a larger one; of equal logits the first wins.
-    """
-    exact = at_least_fp32(x)
-    block_of_label = labels // COLUMNS
-    label_logit = torch.full_like(labels, math.nan, dtype=exact)
-    first_in_block = torch.zeros_like(labels, dtype=torch.bool)
-    block_maxima, block_log_zs = [], []
-    for block, begin in enumerate(range(0, weight.shape[0], COLUMNS)):
-        logits = F.linear(x, weight[begin : begin + COLUMNS]).to(exact)  # (rows, at most COLUMNS)
-        if scale != 1:
-            logits = logits * scale
-
-        here = (block_of_label == block)[:, 0]  # (rows,): the rows whose label is in this block
-        column = labels[here] - begin
-        logits_here = logits[here]
-        label_logit[here] = logits_here.gather(1, column)
-        first_in_block[here] = logits_here.argmax(-1, keepdim=True) == column
-
-        block_maxima.append(logits.amax(-1, keepdim=True))
-        # logsumexp of the block, by log_softmax = logits - logsumexp, which is one fused kernel
-        block_log_zs.append(logits[:, :1] - logits.log_softmax(-1)[:, :1])
-    log_z = torch.cat(block_log_zs, dim=1).logsumexp(1, keepdim=True)  # over the vocabulary
-    best_block = torch.cat(block_maxima, dim=1).argmax(1, keepdim=True)
-    return label_logit - log_z, first_in_block & (best_block == block_of_label)
+def likeliest(logits, labels):
+    """Whether each label (rows,) has the first of the largest logits (rows, V) of its row."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1) == labels
+    # A CPU takes long for argmax: only where the label has the largest logit.
+    index = labels.clamp(0, logits.shape[1] - 1)[:, None]
+    greedy = logits.gather(1, index)[:, 0] == logits.amax(-1)
+    greedy[greedy.clone()] = logits[greedy].argmax(-1) == labels[greedy]
+    return greedy
 
 
 def demonstrate(argv) -> None:

@@ -22,16 +22,6 @@ PUBLISHED = {  # zero-shot, in the order of TABLE2
 }
 SCORINGS = {"foundry": "LLM Foundry", "acc": "lm-eval acc", "acc_norm": "lm-eval acc_norm"}
 
-EVERY_KIND = ["n", "contexts_cut", "requests"]
-CHOICE = [*EVERY_KIND, "majority", *SCORINGS, *(f"{scoring}_stderr" for scoring in SCORINGS)]
-FIGURES = {  # what the table prints of each kind of task
-    "multiple_choice": CHOICE,
-    "schema": CHOICE,
-    "language_modeling": [*EVERY_KIND, "acc", "acc_stderr", "perplexity"],
-    "text": [*EVERY_KIND, "nats_per_token", "nats_per_byte", "perplexity"],
-}
-
-
 # --------------------------------------------------------------------------------------------------
 # Figures of one task. scores: (context, continuation) -> (log-probability, greedy, tokens)
 

@@ -10,9 +10,11 @@ evaluation/score.py.
     torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --data=icl --shots=5
     torchrun --nproc_per_node 8 -m evaluation runs/my70b --tp=8    too large for one device
 
-With --out, an interrupted evaluation goes on with its next task: evaluation/results.py.
+With --out, an interrupted evaluation goes on with its next task.
 """
 
+import hashlib
+import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,13 +27,14 @@ import config
 import devices
 import parallel
 import processes
+import program
 import tensor_parallel
 from config import MPTConfig, TrainConfig
 from evaluation import tasks as icl_tasks
 from evaluation.figures import summarize, table
-from evaluation.results import fingerprint, finished, save
 from evaluation.score import Request, score
-from program import require
+from program import UserError, require
+from storage import files
 from text import tokenizer as tokenizers
 from weights import load
 
@@ -186,6 +189,36 @@ def encode(pairs, tokenizer, name: str, cfg: MPTConfig) -> tuple[list[Request], 
 
 
 # --------------------------------------------------------------------------------------------------
+# Files of results: the settings, and the figures of all finished tasks
+
+
+def finished(out: str, settings: dict) -> dict:
+    """{task: figures} of an earlier `out`. UserError if weights, precision or ids are others."""
+    if not (out and Path(out).exists()):
+        return {}
+    fix = "choose another --out"
+    earlier = files.read_json(out, dict, {"settings": dict, "tasks": dict}, fix)
+    for key in ("weights", "precision", "ids"):
+        value = program.one_line(earlier["settings"].get(key))
+        problem = f"{out} holds results with {key} {value}, not {settings[key]}"
+        require(value == settings[key], f"{problem}: {fix}")
+    results = earlier["tasks"]
+    try:
+        table({task: figures for task, figures in results.items() if figures.get("digest")}, "")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{out} holds no results of `python -m evaluation`: {fix}") from error
+    return results
+
+
+def fingerprint(model) -> str:
+    """A short hash of the first 16 numbers of each weight: it tells models and steps apart."""
+    heads = []
+    for param in model.parameters():
+        heads.append(param.detach().flatten()[:16].float().cpu().numpy().tobytes())
+    return hashlib.sha256(b"".join(heads)).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------
 # The program
 
 
@@ -226,7 +259,8 @@ def main(argv) -> None:
             model, tokenizer, [task], world, precision, cfg.batch_tokens, progress=True
         )
         if cfg.out and world.global_rank == 0:
-            save(cfg.out, settings, results)
+            content = json.dumps({"settings": settings, "tasks": results}, indent=2)
+            files.write_atomically(Path(cfg.out), content.encode())
 
     if world.global_rank == 0:
         print(table({task.name: results[task.name] for task in tasks}, name))

@@ -30,7 +30,6 @@ An adapter is named by its path: a PEFT folder (weights/peft.py), or a run with 
 
 import contextlib
 import functools
-import math
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,8 +42,7 @@ import torch.nn as nn
 import checkpoint
 import lora
 import program
-from config import MPTConfig, TrainConfig
-from model import MPT, seeded
+from model import MPT
 from program import UserError, require
 from serving.decoder import Decoder, PackedLinear
 from weights import load, peft
@@ -342,16 +340,3 @@ def bank_for(decoder: Decoder, paths: list[str], n_slots: int, base: str) -> Ada
     for path, adapter in adapters.items():
         bank.check(path, adapter)
     return bank
-
-
-# --------------------------------------------------------------------------------------------------
-# Adapters to try things with
-
-
-def write_random(folder: Path, cfg: MPTConfig, settings: TrainConfig, seed: int) -> None:
-    """Write a PEFT folder of an adapter with random A and B, which changes what a model writes."""
-    tensors = {}
-    for name, param in lora.trained_weights(cfg, settings).items():
-        values = torch.randn(param.shape, generator=seeded(seed, name))
-        tensors[name] = values / math.sqrt(param.shape[1])
-    peft.write(folder, Adapter(settings, tensors))

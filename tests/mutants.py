@@ -250,8 +250,8 @@ web/runs.py: web/test_runs.py
 
 a card takes a run's name for HTML
 weights/card.py: weights/test_card.py
-- Html(html.escape(text))
-+ Html(text)
+- html.escape(words, quote=False)
++ words
 """
 
 

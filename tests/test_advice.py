@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from random_adapters import write_random
 
 import checkpoint
 import config
@@ -20,7 +21,7 @@ from config import LINEAR_LAYERS, MPTConfig, TrainConfig
 from lifecycle import beginning
 from model import MPT, init_weights
 from program import UserError
-from serving.adapters import AdapterBank, write_random
+from serving.adapters import AdapterBank
 from serving.decoder import Decoder
 from text import corpus, prepare
 from weights import hf, load, peft

@@ -201,8 +201,9 @@ def adapter(name):
     """A maker of a PEFT folder, of which the file `name` is damaged."""
 
     def make(folder):
+        from random_adapters import write_random
+
         from config import MPTConfig, TrainConfig
-        from serving.adapters import write_random
 
         chosen = TrainConfig(init_from="any", lora_rank=2)
         write_random(folder / "theirs", MPTConfig(**SIZES), chosen, seed=0)

@@ -12,11 +12,11 @@ import types
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, refusal
+from random_adapters import write_random
 
 import checkpoint
 import generate as program
 from config import TrainConfig
-from serving.adapters import write_random
 from text import tokenizer as tokenizers
 from weights import hf, peft
 

@@ -17,10 +17,10 @@ from functools import cache
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment
 from forks import Forks
+from random_adapters import write_random
 
 from config import MPTConfig, TrainConfig, load
 from model import MPT
-from serving.adapters import write_random
 from text import chat
 from weights import hf, peft
 

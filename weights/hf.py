@@ -185,7 +185,7 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
         cfg = checkpoint.settings(path)
         metadata = read_metadata(path)
         tensors = weights_of(metadata)  # on the meta device
-    check_format(tensors, cfg)
+    check_format(tensors)
     settings = config_to(cfg, next(iter(tensors.values())).dtype)
 
     def read(names):

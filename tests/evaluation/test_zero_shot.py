@@ -1,4 +1,4 @@
-"""evaluation/zero_shot.py, figures.py, results.py: figures beside lm-eval's, ranks, resuming."""
+"""evaluation/zero_shot.py, figures.py: figures beside lm-eval's, ranks, resuming."""
 
 import contextlib
 import io
@@ -20,8 +20,7 @@ from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
 from evaluation import zero_shot
 from evaluation.figures import PUBLISHED, SCORINGS, table
-from evaluation.results import finished
-from evaluation.zero_shot import evaluate
+from evaluation.zero_shot import evaluate, finished
 from model import MPT, init_weights
 from text import tokenizer as tokenizers
 

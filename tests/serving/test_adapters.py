@@ -10,13 +10,14 @@ import torch
 from conftest import PATIENCE, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_adapters import write_random
 from test_decoder import TINY, model, random_ids
 
 import lora
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig
 from model import seeded
 from program import UserError
-from serving.adapters import BASE, AdapterBank, bank_for, layers_of, write_random
+from serving.adapters import BASE, AdapterBank, bank_for, layers_of
 from serving.decoder import Decoder, can_pack
 from serving.engine import Engine, Request
 from serving.sampling import Sampling

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from conftest import PATIENCE
 from launches import Program, wait_for
+from random_adapters import write_random
 
 import checkpoint
 import serve
 from config import TrainConfig
-from serving.adapters import write_random
 from weights import load
 
 KEY = "a-key-of-the-tests-0001"

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE
+from random_adapters import write_random
 from servers import Served, served_folder, wait_for
 
 import checkpoint
 import serve
 from config import TrainConfig
-from serving.adapters import write_random
 from serving.thread import SHUTTING_DOWN
 from weights import load
 

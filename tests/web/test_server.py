@@ -9,12 +9,12 @@ import socket
 import pytest
 import torch
 from conftest import PATIENCE, refusal
+from random_adapters import write_random
 from servers import ASK, CHAT, KEY, Served, openai_client, served_folder, wait_for
 
 import checkpoint
 import serve
 from config import MPTConfig, TrainConfig
-from serving.adapters import write_random
 from weights import load
 
 openai = pytest.importorskip("openai")

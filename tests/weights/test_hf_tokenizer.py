@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import byte_level, refusal
+from random_adapters import write_random
 from test_hf import LIKE_TRANSFORMERS, SMALL, build, save_composer
 
 import generate
 from config import TrainConfig
-from serving.adapters import write_random
 from text import tokenizer as tokenizers
 from weights import hf, hf_config, hf_tokenizer, load, peft
 
