@@ -74,7 +74,7 @@ def build(
     if folders:
         runs.add_runs(app, folders)
     page.add_page(app, parts_of(service, folders))
-    guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics, upload_bytes)
+    guard = Guard(app, keys, hosts, most_open, service.metrics, upload_bytes)
 
     @app.get("/health")
     async def health():

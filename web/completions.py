@@ -35,7 +35,6 @@ from text.chat import Template, checked_messages
 from text.tokenizer import Tokenizer
 from web import shapes
 from web.files import Finetuning
-from web.guard import within
 from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
 
@@ -357,11 +356,24 @@ async def events_of(job: Job, service: Service, queue: asyncio.Queue):
         if event.request.error or event.end == "cancelled":
             raise failure_of(event, service)
         if is_first:
-            service.metrics.first_token_seconds.add(time.monotonic() - job.begun)
+            service.metrics.add("first_token_seconds", time.monotonic() - job.begun)
             is_first = False
         n_open -= event.end is not None
         yield event
-    service.metrics.answer_seconds.add(time.monotonic() - job.begun)
+    service.metrics.add("answer_seconds", time.monotonic() - job.begun)
+
+
+async def within(seconds: float, awaitable):
+    """What an awaitable gives within so many seconds, else None.
+
+    (On Python 3.11 `asyncio.wait_for` can miss that its own task is cancelled.)
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        return task.result() if done else None
+    finally:
+        task.cancel()
 
 
 def failure_of(event: Event, service: Service) -> ApiError:
