@@ -25,6 +25,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -225,8 +226,7 @@ def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Cat
     read = partial(read_adapter, base=name, base_fingerprint=fingerprint)
     catalog = Catalog(name, folder, read, check=lambda *found: decoder.bank.check(*found))
     AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, LINEAR_LAYERS, catalog.read)
-    catalog.scan()
-    catalog.watch()
+    threading.Thread(target=catalog.usable, daemon=True).start()  # reads all, before they are asked
     if (Path(folder) / name).exists():
         print(f"note: the adapter {name} has the base's name: set another --name", file=sys.stderr)
     return catalog

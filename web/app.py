@@ -123,8 +123,7 @@ def add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     def models():
         """The names that a request's `model` may have."""
-        usable = [model for model in catalog.listed() if not model.fault]
-        return {"object": "list", "data": [card_of(model, service) for model in usable]}
+        return {"object": "list", "data": [card_of(model, service) for model in catalog.usable()]}
 
     @app.get("/v1/models/{name:path}")
     def model(name: str):

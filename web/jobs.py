@@ -226,13 +226,9 @@ def add_jobs(app: FastAPI, service) -> None:
     runs = Runs({})  # clients ask every second: what is new in a file is read
 
     def shown(job: Job) -> dict:
-        found, catalog = job_object(job, runs), service.catalog
+        found = job_object(job, runs)
         if found["status"] not in ENDED and (absence := absence_of_workers(finetuning)):
             found |= {"hint": absence, "estimated_finish": None}
-        name = found["fine_tuned_model"]
-        if name and name not in catalog.models and name not in catalog.unloaded:
-            with contextlib.suppress(OSError):
-                catalog.scan()  # now, and not seconds later
         return found
 
     @app.post("/v1/fine_tuning/jobs")
