@@ -69,8 +69,9 @@ ASKED = {  # the fields of job.json
     "fine_tuned_model": str,
     "owner": str,
 }
-STATE = {"status": str, "deaths": int, "restarts": int}
-NEW_STATE = {"status": "queued", "deaths": 0, "restarts": 0}
+STATE = {"status": str}
+# attempts: starts of its training since its last checkpoint, which had last_step.
+NEW_STATE = {"status": "queued", "attempts": 0, "last_step": -1}
 
 
 # --------------------------------------------------------------------------------------------------
