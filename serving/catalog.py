@@ -92,7 +92,10 @@ class Catalog:
 
     def find(self, name: str) -> Model:
         """The model that a name means. UserError if there is none, or it cannot be used."""
-        require(self.base, "this server shows runs, and has no model: start it with one")
+        require(
+            self.base,
+            "this server shows runs, and has no model: start it with one, python serve.py RUN",
+        )
         model = self.look(name)
         if model is None:
             raise UserError(f"no model {name[:LONGEST_NAME]!r}, {self.similar(name)}")

@@ -23,7 +23,6 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from web.app import Viewer
 from web.completions import Service
 from web.guard import SPARE_FILES, Guard
 from web.shapes import ApiError
@@ -59,7 +58,7 @@ class Server(uvicorn.Server):
     ready: what to print when clients can come.
     """
 
-    def __init__(self, app: Guard, service: Service | Viewer, drain_seconds: float, ready: str):
+    def __init__(self, app: Guard, service: Service, drain_seconds: float, ready: str):
         config = uvicorn.Config(
             app,
             http=Connection,

@@ -65,13 +65,14 @@ def sent(client, content, name="my.jsonl", **fields):
 
 
 def pids_left(job) -> list[int]:
-    """The ranks of a job that live, whoever has started them: all have its lock open."""
-    found = []
+    """The ranks of a job that live, whoever has started them: trainings that have its lock open."""
+    found = set()
     for file in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if os.path.samestat(os.stat(file), os.stat(job.folder / "lock")):
-                found.append(int(file.parts[2]))
-    return found
+            has_lock = os.path.samestat(os.stat(file), os.stat(job.folder / "lock"))
+            if has_lock and b"fsdp_train.py" in (file.parent.parent / "cmdline").read_bytes():
+                found.add(int(file.parts[2]))
+    return sorted(found)
 
 
 def end_trainings(folder) -> None:
