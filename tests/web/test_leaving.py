@@ -237,7 +237,7 @@ def test_schemas_are_built_one_at_a_time_and_end_with_their_clients(folder, tmp_
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("serving.constraint.sys.executable", str(endless))
+            patch.setattr("sys.executable", str(endless))
             asyncio.run(ask_and_leave())
         wait_for(lambda: n_tried() == 0)
         body = {"model": "run", "prompt": "x", "max_tokens": 3, "guided_regex": "ab"}
