@@ -20,9 +20,7 @@ run, or says that it is finished.
 
 import contextlib
 import fcntl
-import itertools
 import math
-import operator
 import os
 import platform
 import signal
@@ -255,44 +253,44 @@ def write_lines(job: Job, path: Path) -> tuple[int, str]:
     first. Of a validation file, so many lines are used as there are places for them: at most as
     many as for training. Returns (n, which lines are held out, in words).
     """
-    training_file, validation_file = (
-        job.asked[f"{name}_file"] for name in ("training", "validation")
-    )
-    n_lines = sum(1 for _ in lines_of(job, training_file))
-    require(n_lines > 0, f"{training_file} has no line")
-    if validation_file:
-        n_given = sum(1 for _ in lines_of(job, validation_file))
-        require(n_given, f"{validation_file} has no line")
-        val_every = max(2, math.ceil((n_lines + n_given) / n_given))
-        n_places = n_lines + math.ceil(n_lines / (val_every - 1))
-        learned, held_out = lines_of(job, training_file), lines_of(job, validation_file)
+    learned = lines_of(job, job.asked["training_file"])
+    if job.asked["validation_file"]:
+        given = lines_of(job, job.asked["validation_file"])
+        val_every = max(2, math.ceil((len(learned) + len(given)) / len(given)))
+        held_out = given[: math.ceil(len(learned) / (val_every - 1))]
     else:
-        val_every = min(50, max(10, n_lines // 20))
-        n_places = n_lines
-        last = n_lines - 1
-        chosen = [at % val_every == val_every - 1 or at == last for at in range(n_lines)]
-        learned = itertools.compress(lines_of(job, training_file), map(operator.not_, chosen))
-        held_out = itertools.compress(lines_of(job, training_file), chosen)
-    numbers = []  # of the lines that are held out
+        val_every = min(50, max(10, len(learned) // 20))
+        chosen = [*range(val_every - 1, len(learned), val_every)]
+        if len(learned) % val_every:
+            chosen.append(len(learned) - 1)
+        held_out = [learned[place] for place in chosen]
+        for place in reversed(chosen):
+            del learned[place]
     with path.open("wb") as out:
-        for place in range(n_places):
-            is_held_out = place % val_every == 0
-            number, line = next(held_out if is_held_out else learned)
-            out.write(line)
-            numbers += [number] * is_held_out
+        for n, line in enumerate(held_out):
+            between = learned[n * (val_every - 1) : (n + 1) * (val_every - 1)]
+            out.writelines(content for _, content in [line, *between])
+    numbers = [number for number, _ in held_out]
     shown = ", ".join(map(str, numbers[:LINES_SHOWN]))
     rest = f", ..., {numbers[-1]}" if len(numbers) > LINES_SHOWN else ""
-    where = " of the validation file" if validation_file else ""
+    where = " of the validation file" if job.asked["validation_file"] else ""
     return val_every, f"line{'s' * (len(numbers) > 1)} {shown}{rest}{where}"
 
 
-def lines_of(job: Job, file_id: str):
-    """(number, line) of each line of an upload that is not blank; each ends with a line break."""
+def lines_of(job: Job, file_id: str) -> list[tuple[int, bytes]]:
+    """The lines of an upload that are not blank, with their numbers; each ends with a line break.
+
+    UserError if there is none.
+    """
     path = files.member(job.folder.parent.parent / "files", file_id, "job.json") / "data.jsonl"
     require(path.exists(), f"the file {file_id} was deleted: upload it again")
-    for number, line in enumerate(corpus.raw_lines(str(path)), 1):
-        if line.decode(errors="replace").strip():
-            yield number, line.rstrip(b"\r\n") + b"\n"
+    found = [
+        (number, line.rstrip(b"\r\n") + b"\n")
+        for number, line in enumerate(corpus.raw_lines(str(path)), 1)
+        if line.decode(errors="replace").strip()
+    ]
+    require(found, f"{file_id} has no line")
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
