@@ -230,6 +230,8 @@ def add_jobs(app: FastAPI, service) -> None:
         found = job_object(job, runs)
         if found["status"] not in ENDED and (absence := absence_of_workers(finetuning)):
             found |= {"hint": absence, "estimated_finish": None}
+        if found["fine_tuned_model"]:
+            service.catalog.look(found["fine_tuned_model"])  # then it is in the list of models
         return found
 
     @app.post("/v1/fine_tuning/jobs")
