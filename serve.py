@@ -25,6 +25,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,6 +105,7 @@ def main(argv) -> None:
     has_forms = not cfg.jobs or importlib.util.find_spec("python_multipart")
     require(has_forms, f"--jobs needs the package python-multipart: {EXTRA}")
     from web import app, guard
+    from web.completions import Service
     from web.server import Server
 
     require_work(run, cfg)
@@ -114,13 +116,13 @@ def main(argv) -> None:
     most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
     require(most_open > 0, f"only {n_files} files may be open: raise it with ulimit -n")
 
-    service = service_of(cfg, run, most_open) if run else app.Viewer(cfg.max_seconds)
+    service = service_of(cfg, run, most_open) if run else Service(Catalog())
     hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
     folders = {"": cfg.runs} if cfg.runs else {}
     folders |= {"jobs": f"{cfg.jobs}/models"} if cfg.jobs else {}
     application = app.build(service, keys, hosts, most_open, folders)
     with listening(cfg.host, cfg.port) as waiting:
-        ready = example(waiting, service.catalog.base if run else "", keys)
+        ready = example(waiting, service.catalog.base, keys)
         server = Server(application, service, cfg.drain_seconds, ready)
         asyncio.run(server.serve([waiting]))
 
@@ -225,8 +227,7 @@ def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Cat
     read = partial(read_adapter, base=name, base_fingerprint=fingerprint)
     catalog = Catalog(name, folder, read, check=lambda *found: decoder.bank.check(*found))
     AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, LINEAR_LAYERS, catalog.read)
-    catalog.scan()
-    catalog.watch()
+    threading.Thread(target=catalog.usable, daemon=True).start()  # reads all, before they are asked
     if (Path(folder) / name).exists():
         print(f"note: the adapter {name} has the base's name: set another --name", file=sys.stderr)
     return catalog

@@ -2,16 +2,14 @@
 
     adapters/poems/            poems        a PEFT folder
     adapters/lora-demo/        lora-demo    a run with --lora_rank, once it has finished
-    adapters/team/answers/     any name     an adapter deeper in the folder, by `load`
-    adapters/lora-demo/checkpoints/step-20  its path below adapters/, once it is asked for
+    adapters/team/answers/     its path below adapters/, as that of a checkpoint; any name by `load`
 
-`scan` finds what is new in the folder by the names and times of files. Weights are read when an
-adapter is checked: one after another in the thread of `watch`, or at once if a request names it
-first. So an adapter that is damaged or of another base is listed with its fault, and refused by
-name before an answer begins.
+A request looks at the files of its model, and a list at the whole folder, once a second at most.
+Weights are read when an adapter is first asked for, by its name or in a list of `usable` ones. So
+an adapter that is damaged or of another base is refused by name before an answer begins.
 
-Each adapter that is loaded, or whose files have changed, gets a new version. Bank and prompt caches
-know it by its `key`, which holds the version, so two versions cannot mix:
+Bank and prompt caches know an adapter by its `key`: its path, and the state of its files. So two
+versions cannot mix:
 
     catalog = Catalog("base", folder, read, check=lambda *found: bank.check(*found))
     bank = AdapterBank(..., read=catalog.read)
@@ -25,9 +23,9 @@ Run `python -m serving.catalog runs` for the adapters in a folder, checked for d
 import bisect
 import contextlib
 import difflib
-import itertools
+import hashlib
+import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -45,26 +43,21 @@ from weights.peft import Adapter
 FILES = [peft.CONFIG_FILE, peft.TENSOR_FILE, ".metadata", "checksums.json"]
 LONGEST_NAME = 200  # characters
 NEAR = 200  # names before and behind an unknown one that it is compared with
-KEPT = 20  # earlier versions of an adapter, for which texts may still wait
-CHECKPOINT = re.compile(r"[^/]+/checkpoints/step-(0|[1-9][0-9]*)")  # a path below the folder
-SHARE = 0.02  # of a processor, that `watch` may use for scans
+SCAN_SECONDS = 1.0  # between two looks at the whole folder
 
 
 @dataclass(eq=False)
 class Model:
     """What a name means.
 
-    path: a PEFT folder, or a checkpoint of a run; "" for the base. stamp: the state of its files.
-    fault: why it cannot be used, "" if it can, None before it is checked. older: the keys of
-    versions before.
+    path: a PEFT folder, or a checkpoint of a run; "" for the base. version: of its files. fault:
+    why it cannot be used, "" if it can, None before it is checked.
     """
 
     name: str
     path: str
-    version: int
-    stamp: tuple
+    version: str
     fault: str | None = None
-    older: tuple[str, ...] = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -72,20 +65,15 @@ class Model:
         """The name of this version in the bank."""
         return f"{self.path} (version {self.version})" if self.path else BASE
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Are its files as they were when it got this version?"""
-        return not self.path or self.stamp == stamp_of(self.path)
-
 
 class Catalog:
-    """The base and its adapters by name.
+    """The base and its adapters by name. Without a base, there is no model.
 
     folder: of adapters; None: there are none. read: path -> Adapter. check: (path, Adapter) raises
     UserError if it does not fit, as AdapterBank.check.
     """
 
-    def __init__(self, base: str, folder, read: Callable, check: Callable):
+    def __init__(self, base: str = "", folder=None, read: Callable = None, check: Callable = None):
         """UserError if there is no such folder."""
         self.base = base
         self.folder = Path(folder).resolve() if folder else None
@@ -93,32 +81,27 @@ class Catalog:
         require(is_folder, f"{folder} is no folder: give one that holds adapters")
         self.read_path = read
         self.check = check
-        self.models = {base: Model(base, "", 0, (), fault="")}
-        self.by_key = {}  # of adapters: each version that texts may still wait for
-        self.versions = itertools.count(1)  # of all adapters, so none comes twice
-        self.seen = {}  # what the last scan found: name -> (path, stamp)
-        self.unloaded = set()  # names that scans leave out
+        self.models = {base: Model(base, "", "", fault="")} if base else {}
+        self.chosen = {}  # name -> path, of those that `load` has found elsewhere
+        self.unloaded = set()  # names that mean nothing, whatever is in the folder
         self.lock = threading.Lock()  # of these tables
-        self.scanning = threading.Lock()  # one scan at a time
-        self.closed = threading.Event()
+        self.scanned_at = -math.inf
 
     # ----------------------------------------------------------------------------------------------
     # Requests
 
     def find(self, name: str) -> Model:
         """The model that a name means. UserError if there is none, or it cannot be used."""
-        model = self.models.get(name) or self.checkpoint(name)
+        require(
+            self.base,
+            "this server shows runs, and has no model: start it with one, python serve.py RUN",
+        )
+        model = self.look(name)
         if model is None:
             raise UserError(f"no model {name[:LONGEST_NAME]!r}, {self.similar(name)}")
         fault = self.fault_of(model)
         require(not fault, f"the model {name!r} cannot be used: {fault}")
-        changed = f"the files of the model {name!r} have changed: load it again, or wait a moment"
-        require(model.is_unchanged, changed)
         return model
-
-    def checkpoint(self, name: str) -> Model | None:
-        """The checkpoint of a run, if a name is its path. UserError if it cannot be used."""
-        return self.load(name, name) if self.folder and CHECKPOINT.fullmatch(name) else None
 
     def similar(self, name: str) -> str:
         """The hint for a name that means nothing."""
@@ -131,17 +114,24 @@ class Catalog:
 
     def listed(self) -> list[Model]:
         """The base, then the adapters by name; those with a fault, too."""
+        if self.folder and time.monotonic() - self.scanned_at > SCAN_SECONDS:
+            with contextlib.suppress(OSError):  # of a file system that is away for a moment
+                self.scan()
         with self.lock:
-            base, *adapters = self.models.values()
-        return [base, *sorted(adapters, key=lambda model: model.name)]
+            models = list(self.models.values())
+        return models[:1] + sorted(models[1:], key=lambda model: model.name)
+
+    def usable(self) -> list[Model]:
+        """Those of them without a fault. Reads the adapters that are new."""
+        return [model for model in self.listed() if not self.fault_of(model)]
 
     def read(self, key: str) -> Adapter:
-        """What the bank loads. UserError if this version is gone."""
-        model = self.by_key.get(key)
-        require(model, f"{self.public(key)} was unloaded: ask for another model")
-        found = self.read_path(model.path)
-        changed = f"the files of the model {model.name!r} have changed: ask for it again"
-        require(model.is_unchanged, changed)
+        """What the bank loads. UserError if its files have changed since it had this key."""
+        path, _, version = key[:-1].rpartition(" (version ")
+        changed = f"the files of {self.public(path)} have changed: ask for it again"
+        require(version_of(path) == version, changed)
+        found = self.read_path(path)
+        require(version_of(path) == version, changed)  # while they were read
         return found
 
     def fault_of(self, model: Model) -> str:
@@ -167,6 +157,59 @@ class Catalog:
         return message.replace(f"{self.folder}/", "")
 
     # ----------------------------------------------------------------------------------------------
+    # The folder
+
+    def scan(self) -> None:
+        """Look at all that is in the folder. OSError if it cannot be read."""
+        with os.scandir(self.folder) as entries:
+            names = {entry.name for entry in entries if is_folder(entry)}
+        with self.lock:
+            self.unloaded &= names
+            names.update(self.models)
+        for name in sorted(names):
+            self.look(name)
+        self.scanned_at = time.monotonic()
+
+    def look(self, name: str) -> Model | None:
+        """The model that a name means by the files there are now. Reads no weights."""
+        with self.lock:
+            old = self.models.get(name)
+            if name == self.base or not self.folder or name in self.unloaded:
+                return old
+            source = self.chosen.get(name) or self.source(name)
+            found = Model(name, source, version_of(source)) if source else None
+            if old and found and old.key == found.key:
+                return old
+            if found and name not in self.chosen and not self.is_ready(found):
+                # A run that goes on: its last end still counts.
+                found = old if old and version_of(old.path) == old.version else None
+            if found:
+                self.models[name] = found
+            else:
+                self.models.pop(name, None)
+            return found
+
+    def source(self, path: str) -> str | None:
+        """The adapter at a path, from the folder on. None if there is none."""
+        try:
+            is_path = path.isprintable() and not {".", ".."} & set(path.split("/"))
+            return source_of(self.folder / path) if is_path else None
+        except (ValueError, OSError, RuntimeError):  # what is no path, or a link to itself
+            return None
+
+    def is_ready(self, model: Model) -> bool:
+        """Is this an adapter, and no run that has not finished? Its checkpoints may be asked for.
+
+        Notes what is wrong if that cannot be read.
+        """
+        try:
+            is_itself = Path(model.path) == self.folder / model.name
+            return is_itself or peft.is_peft(model.path) or is_finished(Path(model.path))
+        except (UserError, OSError) as error:
+            model.fault = self.public(str(error))
+            return True
+
+    # ----------------------------------------------------------------------------------------------
     # Loading and unloading
 
     def load(self, name: str, path: str) -> Model:
@@ -179,33 +222,28 @@ class Catalog:
         require(is_name, f"a model needs a printable name of 1 to {LONGEST_NAME} characters")
         require(name != self.base, f"{name!r} is the base: give the adapter another name")
         require(self.folder, "no folder of adapters is served: name one when the server starts")
-        source = None
-        try:
-            place = self.folder / path
-            self.require_inside(place)
-            source = source_of(place) if ".." not in place.parts else None
-        except UserError:
-            raise
-        except (ValueError, OSError, RuntimeError):  # what is no path, or a link to itself
-            pass
+        source = self.source(path)
         none = f"no adapter in {path[:LONGEST_NAME]!r}: expected a PEFT folder or a run"
         require(source, none)
-        model = Model(name, source, next(self.versions), stamp_of(source))
+        model = Model(name, source, version_of(source))
         fault = self.fault_of(model)
         require(not fault, fault)
         with self.lock:
             self.unloaded.discard(name)
-            self.put(model)
-            if self.is_at_home(name):
-                self.seen.setdefault(name, None)
+            self.chosen.pop(name, None)
+            if not Path(source).is_relative_to(self.folder / name):
+                self.chosen[name] = source
+            self.models[name] = model
         return model
 
     def unload(self, name: str) -> None:
-        """Forget an adapter. Texts that are being written go on. UserError if there is none."""
+        """Forget an adapter. Texts that have begun go on. UserError if there is none."""
         require(name != self.base, f"{name!r} is the base, which stays")
+        is_there = name in self.models or self.look(name)
+        require(is_there, f"no adapter {name[:LONGEST_NAME]!r} is loaded")
         with self.lock:
-            require(name in self.models, f"no adapter {name[:LONGEST_NAME]!r} is loaded")
-            self.remove(name)
+            self.models.pop(name, None)
+            self.chosen.pop(name, None)
             self.unloaded.add(name)
 
     def require_inside(self, path) -> None:
@@ -214,90 +252,6 @@ class Catalog:
             is_inside = place.resolve().is_relative_to(self.folder)
             problem = f"{self.public(str(path))} is not inside the folder of adapters"
             require(is_inside, f"{problem}: copy it there")
-
-    def put(self, model: Model) -> None:
-        """Give a name a new version. Texts may still wait for the last ones before."""
-        old = self.models.get(model.name)
-        if old:
-            before = (*old.older, old.key)
-            model.older = before[-KEPT:]
-            for key in before[:-KEPT]:
-                self.by_key.pop(key)
-        self.models[model.name] = model
-        self.by_key[model.key] = model
-
-    def remove(self, name: str) -> None:
-        """Forget what a name means."""
-        model = self.models.pop(name)
-        for key in (model.key, *model.older):
-            self.by_key.pop(key)
-
-    # ----------------------------------------------------------------------------------------------
-    # The folder
-
-    def watch(self, seconds: float = 5.0) -> None:
-        """Start the thread that scans the folder and checks what is new, until `close`."""
-        threading.Thread(target=self.keep_watching, args=(seconds,), daemon=True).start()
-
-    def close(self) -> None:
-        """End that thread."""
-        self.closed.set()
-
-    def keep_watching(self, seconds: float) -> None:
-        """What that thread does."""
-        pause = 0.0
-        while not self.closed.wait(pause):
-            begin = time.thread_time()
-            with contextlib.suppress(OSError):  # of a file system that is away for a moment
-                self.scan()
-            pause = max(seconds, (time.thread_time() - begin) / SHARE)
-            for model in self.listed():
-                if self.closed.is_set():
-                    return
-                self.fault_of(model)
-
-    def scan(self) -> None:
-        """Add what is new in the folder, and new versions of what has changed; forget what is gone.
-
-        Reads no weights. A name that `load` gave to an adapter elsewhere stays as it is.
-        """
-        with self.scanning, os.scandir(self.folder) as entries:
-            names = {entry.name for entry in entries if is_folder(entry)}
-            with self.lock:
-                for name in self.seen.keys() - names:
-                    if not (self.folder / name).is_dir():  # else `load` has found it deeper
-                        del self.seen[name]
-                        if self.is_at_home(name):
-                            self.remove(name)
-                self.unloaded &= names
-            for name in sorted(names - self.unloaded):
-                source = source_of(self.folder / name)
-                state = (source, stamp_of(source)) if source else None
-                if state and self.seen.get(name) != state:
-                    self.seen[name] = state
-                    self.look_at(name, *state)
-
-    def is_at_home(self, name: str) -> bool:
-        """Does a name mean the adapter in the folder of the same name?"""
-        model = self.models.get(name)
-        return model is not None and Path(model.path).is_relative_to(self.folder / name)
-
-    def look_at(self, name: str, source: str, stamp: tuple) -> None:
-        """Add what is new at the path `source`, if it is an adapter and has finished."""
-        fault = None
-        try:
-            if not peft.is_peft(source) and not is_finished(Path(source)):
-                return
-        except (UserError, OSError) as error:
-            fault = str(error)
-        if name == self.base:
-            return
-        with self.lock:
-            old = self.models.get(name)
-            is_known = old and (old.path, old.stamp) == (source, stamp)
-            is_elsewhere = old and not self.is_at_home(name)
-            if not is_known and not is_elsewhere and name not in self.unloaded:
-                self.put(Model(name, source, next(self.versions), stamp, fault))
 
 
 def is_folder(entry: os.DirEntry) -> bool:
@@ -315,16 +269,16 @@ def source_of(place: Path) -> str | None:
     return str(found) if found else None
 
 
-def stamp_of(path: str) -> tuple:
+def version_of(path: str) -> str:
     """The state of an adapter's files. Two states of the same files differ."""
-    stamp = []
+    stamps = []
     for name in FILES:
         try:
             status = os.stat(os.path.join(path, name))
-            stamp.append((status.st_ino, status.st_size, status.st_mtime_ns))
+            stamps.append((status.st_ino, status.st_size, status.st_mtime_ns))
         except OSError:
-            stamp.append(None)
-    return tuple(stamp)
+            stamps.append(None)
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
 
 def is_finished(path: Path) -> bool:

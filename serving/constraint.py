@@ -17,22 +17,17 @@ serving/grammar.py says what can be enforced.
 Run `python -m serving.constraint` for random texts that conform to a schema.
 """
 
-import asyncio
 import json
 import random
-import signal
-import sys
 import threading
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
 
+import program
 from program import EXTRA, UserError, arguments, one_line, require, run
 from serving import grammar
 from text import tokenizer as tokenizers
-
-ROOT = Path(__file__).parent.parent
 
 
 class Words:
@@ -143,20 +138,14 @@ class Constraints:
         """
         if (kind, text) in self.kept:
             return
-        trial = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "serving.grammar"],
-            cwd=ROOT,
-            stdin=asyncio.subprocess.PIPE,
-        )
-        try:
-            await trial.communicate(json.dumps([kind, text]).encode())
-        finally:
-            if trial.returncode is None:
-                trial.kill()
-        most = f"takes more than {grammar.SECONDS} s of a processor"
         fix = "use fewer patternProperties, allOf, smaller multipleOf or repetitions"
-        failure = most if trial.returncode == -signal.SIGPROF else "fails"
-        require(trial.returncode == 0, f"building the {kind} {failure}: {fix}")
+        try:
+            await program.answer_apart("serving.grammar", [kind, text], grammar.SECONDS)
+        except TimeoutError as error:
+            most = f"takes more than {grammar.SECONDS} s of a processor"
+            raise UserError(f"building the {kind} {most}: {fix}") from error
+        except RuntimeError as error:
+            raise UserError(f"building the {kind} fails: {fix}") from error
 
 
 def json_of(schema: dict) -> str:

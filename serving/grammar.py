@@ -7,16 +7,15 @@ schema, control characters without \u escapes, and blanks as `BLANKS` says.
 Some schemas of 8 kB take minutes to build, and nothing can interrupt llguidance. So each schema is
 first built in a process of its own, which ends when it has used SECONDS of a processor:
 
-    echo '["regex", "[a-z]+"]' | python -m serving.grammar        status 0: it may be built
+    echo '["regex", "[a-z]+"]' | python -m serving.grammar 0.5      status 0: it may be built
 """
 
 import contextlib
 import json
 import math
 import re
-import signal
-import sys
 
+import program
 from program import UserError, one_line, require
 
 BLANKS = r"( |\n {0,24})?"  # between the parts of JSON: enough for indentation, and no endless row
@@ -192,15 +191,13 @@ def reason_of(error: str) -> str:
     return f"pattern: {reason}" if error.startswith("regex parse error") else reason
 
 
-def main() -> None:
-    """Build what standard input holds. If that takes too much, the kernel ends this process."""
-    import llguidance
-
-    kind, text = json.load(sys.stdin)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    with contextlib.suppress(UserError):  # said by whoever builds it next
+def build(kind: str, text: str) -> None:
+    """Build a matcher, to see whether that takes too long."""
+    with contextlib.suppress(UserError):  # whoever builds it next says what is wrong
         matcher_of(llguidance.LLTokenizer("byte"), kind, text)
 
 
 if __name__ == "__main__":
-    main()
+    import llguidance  # before the clock starts
+
+    program.answer(build)

@@ -244,7 +244,7 @@ web/worker.py: web/test_jobs.py::test_no_job_is_taken_twice
 + fcntl.LOCK_SH | fcntl.LOCK_NB
 
 a link leads out of the folder of runs
-web/runs.py: web/test_runs.py
+web/files.py: web/test_runs.py
 - stat.S_ISDIR(os.lstat(path).st_mode)
 + stat.S_ISDIR(os.stat(path).st_mode)
 

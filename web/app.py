@@ -1,7 +1,5 @@
 """The application: which path is answered by what, and every error in OpenAI's shape."""
 
-from dataclasses import dataclass, field
-
 from fastapi import FastAPI, Request
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -13,36 +11,11 @@ from text.chat import CHATML
 from web import files, jobs, page, runs, shapes
 from web.completions import Service, respond
 from web.guard import MOST_BYTES, Guard, too_large
-from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
 
 
-@dataclass
-class Viewer:
-    """In place of a Service where there is no model, only runs to look at."""
-
-    most_seconds: float  # of one request
-    metrics: Metrics = field(default_factory=Metrics)
-    is_draining: bool = False
-
-    def start(self, loop) -> None:
-        """There is no engine to start."""
-
-    def drain(self, seconds: float) -> None:
-        """Nor to end."""
-
-    def statistics(self) -> dict[str, int]:
-        """Nor to count."""
-        return {}
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether new requests are taken."""
-        return not self.is_draining
-
-
 def build(
-    service: Service | Viewer,
+    service: Service,
     keys: list[str],
     hosts: list[str],
     most_open: int,
@@ -62,19 +35,16 @@ def build(
     )
     add_errors(app)
     upload_bytes = 0
-    if isinstance(service, Viewer):
-        add_refusals(app)
-    else:
-        add_models(app, service)
-        add_generation(app, service)
-        if service.finetuning:
-            files.add_files(app, service)
-            jobs.add_jobs(app, service)
-            upload_bytes = service.finetuning.upload_bytes
+    add_models(app, service)
+    add_generation(app, service)
+    if service.finetuning:
+        files.add_files(app, service)
+        jobs.add_jobs(app, service)
+        upload_bytes = service.finetuning.upload_bytes
     if folders:
         runs.add_runs(app, folders)
     page.add_page(app, parts_of(service, folders))
-    guard = Guard(app, keys, hosts, most_open, service.most_seconds, service.metrics, upload_bytes)
+    guard = Guard(app, keys, hosts, most_open, service.metrics, upload_bytes)
 
     @app.get("/health")
     async def health():
@@ -91,15 +61,15 @@ def build(
     return guard
 
 
-def parts_of(service: Service | Viewer, folders: dict | None) -> dict:
+def parts_of(service: Service, folders: dict | None) -> dict:
     """Which of its parts the page can use. chat: the model came with a chat template."""
-    parts = {"model": None, "jobs": False, "worker": None, "runs": bool(folders), "chat": False}
-    if isinstance(service, Viewer):
-        return parts
-    has_template = service.template.source != CHATML
-    own = {"model": service.catalog.base, "jobs": bool(service.finetuning), "chat": has_template}
-    worker = service.finetuning.worker if service.finetuning else None
-    return parts | own | {"worker": worker}
+    return {
+        "model": service.catalog.base or None,
+        "jobs": bool(service.finetuning),
+        "worker": service.finetuning.worker if service.finetuning else None,
+        "runs": bool(folders),
+        "chat": bool(service.template and service.template.source != CHATML),
+    }
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
@@ -123,8 +93,7 @@ def add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     def models():
         """The names that a request's `model` may have."""
-        usable = [model for model in catalog.listed() if not model.fault]
-        return {"object": "list", "data": [card_of(model, service) for model in usable]}
+        return {"object": "list", "data": [card_of(model, service) for model in catalog.usable()]}
 
     @app.get("/v1/models/{name:path}")
     def model(name: str):
@@ -151,23 +120,6 @@ def add_models(app: FastAPI, service: Service) -> None:
         except UserError as error:
             raise ApiError(400, str(error), param="lora_name") from error
         return f"{body.lora_name} is unloaded"
-
-
-def add_refusals(app: FastAPI) -> None:
-    """The same paths where there is no model."""
-
-    @app.get("/v1/models")
-    def models():
-        """There are none."""
-        return {"object": "list", "data": []}
-
-    @app.get("/v1/models/{name:path}")
-    @app.post("/v1/completions")
-    @app.post("/v1/chat/completions")
-    def refused():
-        """Any model's name is unknown."""
-        fix = "start it with one, python serve.py RUN"
-        raise shapes.unknown_model(f"this server shows runs, and has no model: {fix}")
 
 
 def card_of(model: Model, service: Service) -> dict:

@@ -35,7 +35,6 @@ from text.chat import Template, checked_messages
 from text.tokenizer import Tokenizer
 from web import shapes
 from web.files import Finetuning
-from web.guard import within
 from web.metrics import Metrics
 from web.shapes import ApiError, ChatRequest, CompletionRequest, Generation
 
@@ -44,32 +43,38 @@ PING_SECONDS = 15  # a stream that waits says so: proxies close silent connectio
 
 @dataclass
 class Service:
-    """What the endpoints share. Other threads use the catalog, template and constraints."""
+    """What the endpoints share. Other threads use the catalog, template and constraints.
 
-    engine: Engine
+    Without a model, for runs to look at, there is an empty catalog and no engine.
+    """
+
     catalog: Catalog
-    template: Template
-    constraints: Constraints
-    tokenizer: Tokenizer
-    most_texts: int  # running and waiting; more are refused with 429
-    most_seconds: float  # of one request
+    engine: Engine | None = None
+    template: Template | None = None
+    constraints: Constraints | None = None
+    tokenizer: Tokenizer | None = None
+    most_texts: int = 0  # running and waiting; more are refused with 429
+    most_seconds: float = 0  # of one request
     finetuning: Finetuning | None = None  # None: there are no jobs
     started: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
     queues: dict = field(default_factory=dict)  # Request of the engine -> the queue of its events
     building: dict = field(default_factory=lambda: defaultdict(asyncio.Lock))  # of each API key
     is_draining: bool = False
-    chat_stops: list[str] = field(init=False)  # what the template writes behind an answer
-    longest_token: int = field(init=False)  # in bytes
+    chat_stops: list[str] = field(default_factory=list)  # what the template writes behind an answer
+    longest_token: int = 0  # in bytes
     thread: EngineThread | None = None
 
     def __post_init__(self):
-        self.chat_stops = list(filter(None, [self.template.end_of_answer()]))
-        self.longest_token = max(map(len, self.tokenizer.bytes_of.values()))
+        if self.engine:
+            self.chat_stops = list(filter(None, [self.template.end_of_answer()]))
+            self.longest_token = max(map(len, self.tokenizer.bytes_of.values()))
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the engine's thread, whose events come to `loop` with one call a step."""
-        self.thread = EngineThread(self.engine, partial(loop.call_soon_threadsafe, self.hand_out))
+        if self.engine:
+            deliver = partial(loop.call_soon_threadsafe, self.hand_out)
+            self.thread = EngineThread(self.engine, deliver)
 
     def drain(self, seconds: float) -> None:
         """Take no more texts, and end those that still run after so many seconds."""
@@ -78,12 +83,13 @@ class Service:
 
     def statistics(self) -> dict[str, int]:
         """What the engine does and has done."""
-        return self.thread.statistics()
+        return self.thread.statistics() if self.thread else {}
 
     @property
     def is_ready(self) -> bool:
         """Whether new requests are taken."""
-        return not self.is_draining and self.thread.thread.is_alive()
+        is_alive = self.thread is None or self.thread.thread.is_alive()
+        return is_alive and not self.is_draining
 
     def hand_out(self, events: list[Event]) -> None:
         """Put each event of a step into the queue of its request."""
@@ -357,11 +363,24 @@ async def events_of(job: Job, service: Service, queue: asyncio.Queue):
         if event.request.error or event.end == "cancelled":
             raise failure_of(event, service)
         if is_first:
-            service.metrics.first_token_seconds.add(time.monotonic() - job.begun)
+            service.metrics.add("first_token_seconds", time.monotonic() - job.begun)
             is_first = False
         n_open -= event.end is not None
         yield event
-    service.metrics.answer_seconds.add(time.monotonic() - job.begun)
+    service.metrics.add("answer_seconds", time.monotonic() - job.begun)
+
+
+async def within(seconds: float, awaitable):
+    """What an awaitable gives within so many seconds, else None.
+
+    (On Python 3.11 `asyncio.wait_for` can miss that its own task is cancelled.)
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        return task.result() if done else None
+    finally:
+        task.cancel()
 
 
 def failure_of(event: Event, service: Service) -> ApiError:

@@ -7,8 +7,8 @@ A file is here as a whole, with lines that can all be used, or it is refused: st
 `error.lines` has the number of each wrong line with the reason. text/chat.py is what reads it, as
 in training. What begins with the mark of UTF-16, as PowerShell writes it, is stored as UTF-8.
 
-The lines of a large file are checked by a process of its own, `python -m web.files FILE`, so that
-it takes no time from the texts that are generated meanwhile.
+The lines of a large file are checked by a process of its own (`program.answer_apart`), which takes
+no time from the texts that are generated meanwhile.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +40,11 @@ from text import chat, corpus
 from text.tokenizer import SpecialToken
 from web.shapes import ApiError, as_json, public
 
-ROOT = Path(__file__).resolve().parent.parent
 MOST_FILES = 1000
 MOST_FAULTS = 100  # wrong lines that an answer names
 LONGEST_LINE = 2**20  # bytes
 LONGEST_NAME = 200
-CHECK_SECONDS = 300  # for reading all lines
+CHECK_SECONDS = 300  # of a processor, for reading all lines
 MOST_BYTES_HERE = 2**18  # of a file that the server checks itself, in a fraction of a second
 OLD_SECONDS = 3600  # after which a half-written upload belongs to a server that was killed
 META = {"filename": str, "bytes": int, "lines": int}
@@ -149,27 +147,24 @@ def on_disk():
 # Checking
 
 
-def check_lines(path: Path, chat_template: str, reserved: dict) -> tuple[int, list[dict]]:
+def check_lines(path: str, chat_template: str, tokens: dict) -> tuple[int, list[dict]]:
     """The number of examples in a file, and which lines cannot be used: [{"line", "reason"}].
 
-    chat_template, reserved: see `chat.load_template`.
+    tokens: {name: fields of the SpecialToken that the template may not spell out}.
     """
+    reserved = {name: SpecialToken(**fields) for name, fields in tokens.items()}
     template = chat.load_template(chat_template, reserved)
     n_lines = 0
     faults = []
-    end = time.monotonic() + CHECK_SECONDS
     try:
-        for number, line in enumerate(corpus.raw_lines(str(path)), 1):
+        for number, line in enumerate(corpus.raw_lines(path), 1):
             if not line.decode(errors="replace").strip():
                 continue
             n_lines += 1
             reason = fault_of(line, template)
-            if time.monotonic() > end:
-                limit = f"checking takes more than {CHECK_SECONDS} s"
-                reason = f"{limit}: upload the lines in several files"
             if reason:
                 faults.append({"line": number, "reason": reason})
-            if len(faults) == MOST_FAULTS or time.monotonic() > end:
+            if len(faults) == MOST_FAULTS:
                 break
     except UserError as error:  # the encoding
         faults.append({"line": 1, "reason": public(one_line(error))})
@@ -189,21 +184,17 @@ def fault_of(line: bytes, template: chat.Template) -> str:
         return public(one_line(error))
 
 
-async def check_apart(path: Path, chat_template: str, reserved: dict) -> tuple[int, list[dict]]:
-    """The same by another process, which gives way to texts and ends with its request."""
-    tokens = {name: dataclasses.asdict(token) for name, token in reserved.items()}
-    given = json.dumps({"chat_template": chat_template, "reserved": tokens}).encode()
-    words = ["nice", "-n5", sys.executable, "-m", "web.files", str(path)]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stdin=pipe, stdout=pipe)
+async def check_apart(given: list) -> tuple[int, list[dict]]:
+    """`check_lines` in another process. ApiError if it takes too long, or fails."""
     try:
-        found, _ = await process.communicate(given)
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        raise ApiError(500, "the check of the lines failed: the server's log says why")
-    return json.loads(found)
+        return await program.answer_apart("web.files", given, CHECK_SECONDS)
+    except TimeoutError as error:
+        limit = f"checking the lines takes more than {CHECK_SECONDS} s of a processor"
+        fix = "upload them in several files"
+        raise ApiError(400, f"{limit}: {fix}", param="file", code="invalid_file") from error
+    except RuntimeError as error:
+        problem = "the check of the lines failed: the server's log says why"
+        raise ApiError(500, problem) from error
 
 
 def copy_as_utf8(source, out) -> None:
@@ -231,11 +222,12 @@ async def keep(upload: UploadFile, finetuning: Finetuning, reserved: dict) -> st
     path = temporary / "data.jsonl"
     try:
         size = await asyncio.to_thread(store, upload, path)
-        arguments = (path, finetuning.chat_template, reserved)
+        tokens = {name: dataclasses.asdict(token) for name, token in reserved.items()}
+        given = [str(path), finetuning.chat_template, tokens]
         if size > MOST_BYTES_HERE:
-            n_lines, faults = await check_apart(*arguments)
+            n_lines, faults = await check_apart(given)
         else:
-            n_lines, faults = await asyncio.to_thread(check_lines, *arguments)
+            n_lines, faults = await asyncio.to_thread(check_lines, *given)
         if faults:
             raise refusal_of(faults)
         filename = "".join(filter(str.isprintable, upload.filename))[:LONGEST_NAME]
@@ -389,13 +381,5 @@ def file_object(folder: Path) -> dict:
     }
 
 
-def main(argv) -> None:
-    """Check the lines of a file for `check_apart`, which sends what else is needed."""
-    (path,) = program.arguments(argv, "FILE")
-    given = json.load(sys.stdin)
-    reserved = {name: SpecialToken(**values) for name, values in given["reserved"].items()}
-    print(json.dumps(check_lines(Path(path), given["chat_template"], reserved)))
-
-
 if __name__ == "__main__":
-    program.run(main)
+    program.answer(check_lines)

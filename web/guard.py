@@ -7,8 +7,8 @@ The page asks every second how runs and jobs are: what it asks is counted, and n
     keys                 Authorization: Bearer KEY, compared in constant time
     size                 413 for a body whose head says that it is too long (FastAPI counts others)
     open requests        429 beyond a limit that lies below the limit of open files
-    time                 408 for a client that sends its body too slowly; an answer that nobody
-                         reads ends with its request's time
+
+Clients that send or read too slowly are for a proxy to cut off: slurm/nginx.conf.
 
 It is plain ASGI: Starlette's BaseHTTPMiddleware would hide from a stream that its client has left.
 """
@@ -31,10 +31,7 @@ from web.shapes import ApiError
 
 SPARE_FILES = 200  # open files beside those of requests
 MOST_BYTES = 4 * 2**20  # of a body
-BODY_SECONDS = 30
-UPLOADS = "/v1/files"  # the path whose bodies may be larger, and take longer
-UPLOAD_SECONDS = 600
-READ_SECONDS = 60  # for a client to read the rest of an answer, after the time for making it
+UPLOADS = "/v1/files"  # the path whose bodies may be larger
 OPEN_TO_ALL = ("/health", "/")  # without a key
 OPEN_FOLDER = "/static/"  # the page's own files, which ask for the key
 POLLED = ("/api/", "/static/", "/v1/fine_tuning/")  # by the page: answers are no lines of the log
@@ -65,16 +62,12 @@ def read_keys(path: str) -> list[str]:
     return keys
 
 
-class TooSlow(BaseException):
-    """The body took too long. No Exception, which FastAPI would take for a body with a fault."""
-
-
 class Guard:
     """An ASGI application around another one.
 
     keys: empty for none. hosts: names under which clients may reach the server; empty for any.
-    most_open: requests that are answered at the same time. most_seconds: for making an answer.
-    upload_bytes: of a body to UPLOADS; 0 if there are no uploads.
+    most_open: requests that are answered at the same time. upload_bytes: of a body to UPLOADS; 0 if
+    there are no uploads.
     """
 
     def __init__(
@@ -83,12 +76,10 @@ class Guard:
         keys: list[str],
         hosts: list[str],
         most_open: int,
-        most_seconds: float,
         metrics: Metrics,
         upload_bytes: int = 0,
     ):
         self.app = app
-        self.most_seconds = most_seconds
         self.digests = [digest(key) for key in keys]
         self.hosts = hosts
         self.most_open = most_open
@@ -106,7 +97,6 @@ class Guard:
         scope.setdefault("state", {})
         is_upload = bool(self.upload_bytes and scope["path"] == UPLOADS)
         scope["state"]["most_bytes"] = self.upload_bytes if is_upload else MOST_BYTES
-        body_seconds = UPLOAD_SECONDS if is_upload else BODY_SECONDS
         begun = time.monotonic()
         status = 499  # the client has left before the answer began
 
@@ -121,25 +111,18 @@ class Guard:
         is_counted = scope["path"] not in WATCHING
         self.n_open += is_counted
         key_number = None
-        loop = asyncio.get_running_loop()
-        most_seconds = self.most_seconds + READ_SECONDS
-        end = loop.call_later(most_seconds, asyncio.current_task().cancel)
         # HEAD is answered as GET: uvicorn leaves the body out.
         inner = scope | ({"method": "GET"} if scope["method"] == "HEAD" else {})
         try:
             key_number = self.check(scope, headers)
-            await self.app(inner, in_time(receive, body_seconds), send_with_id)
+            await self.app(inner, receive, send_with_id)
         except ApiError as error:
             await error.response(scope, receive, send_with_id)
-        except TooSlow:
-            limit = f"the body took more than {body_seconds} s: send it faster"
-            await ApiError(408, limit).response(scope, receive, send_with_id)
-        except asyncio.CancelledError:  # by the clock above, or a second signal
+        except asyncio.CancelledError:  # the server ends
             if status == 499:  # else the connection closes in the middle of the answer
                 ended = "the server has ended this request: try again later"
                 await ApiError(503, ended).response(scope, receive, send_with_id)
         finally:
-            end.cancel()
             self.n_open -= is_counted
             route = inner.get("route")
             self.log(scope | {"route": route}, request_id, status, begun, key_number)
@@ -216,37 +199,6 @@ def name_of(url: str) -> str | None:
 def digest(key: str | bytes) -> bytes:
     """A key as something of fixed length."""
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
-
-
-def in_time(receive, seconds: float):
-    """`receive`, with a limit on the time until the body is complete. TooSlow beyond it."""
-    deadline = time.monotonic() + seconds
-    is_complete = False
-
-    async def receive_in_time():
-        nonlocal is_complete
-        if is_complete:
-            return await receive()
-        message = await within(max(0, deadline - time.monotonic()), receive())
-        if message is None:
-            raise TooSlow
-        is_complete = not message.get("more_body", False)
-        return message
-
-    return receive_in_time
-
-
-async def within(seconds: float, awaitable):
-    """What an awaitable gives within so many seconds, else None.
-
-    (On Python 3.11 `asyncio.wait_for` can miss that its own task is cancelled.)
-    """
-    task = asyncio.ensure_future(awaitable)
-    try:
-        done, _ = await asyncio.wait([task], timeout=seconds)
-        return task.result() if done else None
-    finally:
-        task.cancel()
 
 
 def too_large(most_bytes: int) -> ApiError:

@@ -69,8 +69,9 @@ ASKED = {  # the fields of job.json
     "fine_tuned_model": str,
     "owner": str,
 }
-STATE = {"status": str, "deaths": int, "restarts": int}
-NEW_STATE = {"status": "queued", "deaths": 0, "restarts": 0}
+STATE = {"status": str}
+# attempts: starts of its training since its last checkpoint, which had last_step.
+NEW_STATE = {"status": "queued", "attempts": 0, "last_step": -1}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,13 +227,11 @@ def add_jobs(app: FastAPI, service) -> None:
     runs = Runs({})  # clients ask every second: what is new in a file is read
 
     def shown(job: Job) -> dict:
-        found, catalog = job_object(job, runs), service.catalog
+        found = job_object(job, runs)
         if found["status"] not in ENDED and (absence := absence_of_workers(finetuning)):
             found |= {"hint": absence, "estimated_finish": None}
-        name = found["fine_tuned_model"]
-        if name and name not in catalog.models and name not in catalog.unloaded:
-            with contextlib.suppress(OSError):
-                catalog.scan()  # now, and not seconds later
+        if found["fine_tuned_model"]:
+            service.catalog.look(found["fine_tuned_model"])  # then it is in the list of models
         return found
 
     @app.post("/v1/fine_tuning/jobs")

@@ -282,20 +282,21 @@ def settings_of(folder: Path) -> dict:
     return config.renamed(files.parse_json(card.content_of(folder / "config.json"), "config.json"))
 
 
-def is_held(folder: Path) -> bool:
-    """Does a process own this run now? Its lease has a heartbeat every lease.BEAT seconds.
+def owner_of(folder: Path) -> dict | None:
+    """The process that owns this run now, as its lease names it; None if there is none.
 
-    The lock itself is left alone: a run that starts would take a reader for another run.
+    A lease has a heartbeat every lease.BEAT seconds. Its lock is left alone: a run that starts
+    would take a reader for another run.
     """
     path = folder / "lease.json"
     try:
         age = time.time() - os.lstat(path).st_mtime
         owner = None if path.is_symlink() else lease.read_lease(path)
     except OSError:
-        return False
+        return None
     if not owner or age > 3 * lease.BEAT:
-        return False
-    return owner["host"] != platform.node() or is_alive(owner["pid"])
+        return None
+    return owner if owner["host"] != platform.node() or is_alive(owner["pid"]) else None
 
 
 def is_alive(pid: int) -> bool:
@@ -385,7 +386,7 @@ class Summary:
             return "damaged", "the folder cannot be read: give yourself the permission"
         if names.isdisjoint(MARKS):
             return "empty", "no run of this project" if names else "the folder is empty"
-        if is_held(self.folder):
+        if owner_of(self.folder):
             return "running", None
         if not self.rows:
             words = "weights that were imported, and not trained here"

@@ -6,8 +6,8 @@
     a second signal         texts end at once
     a third one             the process ends at once
 
-Uvicorn alone would cut open answers, and tell the application only afterwards. It also waits for
-ever for a request's head: a client that never sends one is cut off here.
+Uvicorn alone would cut open answers, and tell the application only afterwards. Clients that send or
+read too slowly are for a proxy to cut off: slurm/nginx.conf.
 """
 
 import asyncio
@@ -23,37 +23,22 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from web.app import Viewer
 from web.completions import Service
 from web.guard import SPARE_FILES, Guard
 from web.shapes import ApiError
 
 CLOSE_SECONDS = 10  # to send what is left after the engine has ended
-HEAD_SECONDS = 10  # for the head of a request
 IDLE_SECONDS = 75  # between two requests: longer than proxies keep a connection (nginx: 60)
 
 
 class Connection(H11Protocol):
-    """A client's connection, which is closed if the head of a request does not come in time."""
-
-    timer = None
+    """A client's connection. Too many are closed at once; all errors have one shape."""
 
     def connection_made(self, transport) -> None:
-        """Begin to wait for a request, unless there are too many connections already."""
+        """Keep a connection, unless there are too many already."""
         super().connection_made(transport)
         if len(self.connections) > self.app.most_open + SPARE_FILES // 2:
             transport.abort()
-        self.wait_for_request()
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes of a request: of its head, or of its body."""
-        super().data_received(data)
-        self.wait_for_request()
-
-    def connection_lost(self, error) -> None:
-        """Nothing is to be waited for any more."""
-        super().connection_lost(error)
-        self.stop_waiting()
 
     def send_400_response(self, message: str) -> None:
         """Answer what is no HTTP in the shape of all errors, unless its head has an answer."""
@@ -66,20 +51,6 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True  # an answer that comes now is dropped
         self.transport.close()
 
-    def wait_for_request(self) -> None:
-        """Start the clock if no request is being answered, else stop it."""
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering or self.transport.is_closing():
-            self.stop_waiting()
-        elif self.timer is None:
-            self.timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
-
-    def stop_waiting(self) -> None:
-        """Stop the clock."""
-        if self.timer:
-            self.timer.cancel()
-        self.timer = None
-
 
 class Server(uvicorn.Server):
     """Serves an application until SIGTERM or Ctrl-C, then drains it.
@@ -87,7 +58,7 @@ class Server(uvicorn.Server):
     ready: what to print when clients can come.
     """
 
-    def __init__(self, app: Guard, service: Service | Viewer, drain_seconds: float, ready: str):
+    def __init__(self, app: Guard, service: Service, drain_seconds: float, ready: str):
         config = uvicorn.Config(
             app,
             http=Connection,

@@ -40,14 +40,14 @@ FINAL = {  # the state of a job in SLURM -> the exit status of its training, if 
 class Slurm:
     """Submits trainings. The same methods as web/worker.py::Local.
 
-    nproc: the ranks of a training, on one node. most_hours: of a job's training.
-    sbatch_args: more arguments of sbatch, as in a shell.
+    nproc: the ranks of a training, on one node. sbatch_args: more arguments of sbatch, as in a
+    shell.
     """
 
     outlives = True  # a training does not end with its worker
 
-    def __init__(self, nproc: int, most_hours: float, sbatch_args: str = ""):
-        self.nproc, self.most_hours = nproc, most_hours
+    def __init__(self, nproc: int, sbatch_args: str = ""):
+        self.nproc = nproc
         try:
             self.sbatch_args = shlex.split(sbatch_args)
         except ValueError as error:
@@ -58,18 +58,19 @@ class Slurm:
         fix = "sbatch fails: start the worker where jobs are submitted, or without --slurm"
         require(version.returncode == 0, f"{fix}: {one_line(version)}")
 
-    def start(self, job: Job, lock: int) -> None:
+    def start(self, job: Job, lock: int, seconds_left: float) -> None:
         """Submit the training of a job, unless SLURM has it. lock: the open file of its lock.
 
-        UserError if SLURM refuses it; OSError if it does not answer.
+        seconds_left: until SLURM ends it. UserError if SLURM refuses it; OSError if it does not
+        answer.
         """
         self.seen.pop(job.id, None)
         if self.ask(job) == RUNNING:
             return
-        left = 3600 * self.most_hours - job.state()["trained_seconds"]
         log = str(job.log).replace("%", "%%")
         options = [f"--job-name={job.id}", f"--ntasks={self.nproc}", f"--output={log}"]
-        options += [f"--time={max(1, math.ceil(left / 60))}", f"--chdir={SCRIPT.parent.parent}"]
+        minutes = max(1, math.ceil(seconds_left / 60))
+        options += [f"--time={minutes}", f"--chdir={SCRIPT.parent.parent}"]
         words = ["sbatch", *options, *self.sbatch_args, str(SCRIPT), str(job.settings)]
         done = command(words, pass_fds=[lock])
         if done.returncode and self.ask(job) != RUNNING:  # it may have been heard all the same

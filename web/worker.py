@@ -12,20 +12,15 @@ What the training says with its exit status:
 
     0      done: the adapter is in JOBS/models/NAME
     2      an error that the user can fix: the job fails with that line
-    75     start me again
-    other  it died; the third death ends the job
+    other  start me again; MOST_ATTEMPTS starts without a later checkpoint end the job
 
 A worker that finds a job neither claimed nor ended goes on with it. The same command resumes the
 run, or says that it is finished.
 """
 
 import contextlib
-import datetime
 import fcntl
-import itertools
-import json
 import math
-import operator
 import os
 import platform
 import signal
@@ -36,6 +31,7 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import checkpoint
 import config
 import program
 from config import MPTConfig, TrainConfig
@@ -48,13 +44,13 @@ from text.prepare import prepare
 from text.shards import Shard, shard_files
 from web.files import ids_in
 from web.jobs import BEAT_SECONDS, ENDED, Job
+from web.runs import Runs, owner_of
 from web.slurm import GONE, RUNNING, Slurm
 from weights import load
 
 ROOT = Path(__file__).resolve().parent.parent
 END_SECONDS = 90  # after SIGTERM, or the death of a rank, until the other ranks are killed
-MOST_DEATHS = 3
-MOST_RESTARTS = 20  # after exit status 75
+MOST_ATTEMPTS = 8  # without a later checkpoint; some go to a microbatch that fits into memory
 USER_ERROR = 2  # an exit status
 PAUSE_SECONDS = 5  # after an error of the file system
 
@@ -76,7 +72,7 @@ class Local:
         self.ranks = {}  # id of a job -> its processes, of those that this worker has started
         self.ends = {}  # id of a job -> when its ranks began to end
 
-    def start(self, job: Job, lock: int) -> None:
+    def start(self, job: Job, lock: int, seconds_left: float) -> None:
         """Start the training of a job. lock: the open file of its lock, which the ranks inherit."""
         command = [sys.executable, str(ROOT / "fsdp_train.py"), str(job.settings)]
         port = free_port() if self.nproc > 1 else 0
@@ -97,10 +93,6 @@ class Local:
                     start_new_session=True,  # Ctrl-C is the worker's
                 )
             self.ranks[job.id].append(process)
-        pids = [process.pid for process in self.ranks[job.id]]
-        with contextlib.suppress(OSError):  # only a later worker reads it
-            content = json.dumps({"host": platform.node(), "pids": pids})
-            files.write_atomically(job.folder / "ranks.json", content.encode())
 
     def state(self, job: Job) -> str | int:
         """RUNNING, the exit status once all ranks have ended, or GONE: it is not known here."""
@@ -119,11 +111,13 @@ class Local:
     def cancel(self, job: Job) -> None:
         """Ask the training to save and end. `state` tells when it has ended.
 
-        It may be one that a worker on this machine has left behind.
+        It may be one that a worker on this machine has left behind: rank 0 owns the run folder.
         """
         if job.id not in self.ranks:
-            for pid in pids_left(job):
-                os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(OSError, UserError):  # it has ended, or is somebody else's
+                owner = owner_of(job.run_dir)
+                if owner and owner["host"] == platform.node():
+                    os.kill(owner["pid"], signal.SIGTERM)
         elif job.id not in self.ends:
             self.ends[job.id] = time.monotonic()
             self.send(job, signal.SIGTERM)
@@ -132,27 +126,6 @@ class Local:
         """Send a signal to all ranks."""
         for process in self.ranks.get(job.id, []):
             process.send_signal(number)
-
-
-def pids_left(job: Job) -> list[int]:
-    """The ranks of a job that live on this machine, whoever has started them. Linux only."""
-    with contextlib.suppress(OSError, UserError):
-        started = files.read_json(job.folder / "ranks.json", fields={"host": str, "pids": list})
-        if started["host"] == platform.node():
-            pids = [pid for pid in started["pids"] if files.has_type(pid, int)]
-            return [pid for pid in pids if has_open(pid, job.folder / "lock")]
-    return []
-
-
-def has_open(pid: int, path: Path) -> bool:
-    """Has a process this file open? Another process may have got the number meanwhile."""
-    with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-        lock = os.stat(path)
-        for file in Path("/proc", str(pid), "fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.path.samestat(os.stat(file), lock):
-                    return True
-    return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,44 +253,44 @@ def write_lines(job: Job, path: Path) -> tuple[int, str]:
     first. Of a validation file, so many lines are used as there are places for them: at most as
     many as for training. Returns (n, which lines are held out, in words).
     """
-    training_file, validation_file = (
-        job.asked[f"{name}_file"] for name in ("training", "validation")
-    )
-    n_lines = sum(1 for _ in lines_of(job, training_file))
-    require(n_lines > 0, f"{training_file} has no line")
-    if validation_file:
-        n_given = sum(1 for _ in lines_of(job, validation_file))
-        require(n_given, f"{validation_file} has no line")
-        val_every = max(2, math.ceil((n_lines + n_given) / n_given))
-        n_places = n_lines + math.ceil(n_lines / (val_every - 1))
-        learned, held_out = lines_of(job, training_file), lines_of(job, validation_file)
+    learned = lines_of(job, job.asked["training_file"])
+    if job.asked["validation_file"]:
+        given = lines_of(job, job.asked["validation_file"])
+        val_every = max(2, math.ceil((len(learned) + len(given)) / len(given)))
+        held_out = given[: math.ceil(len(learned) / (val_every - 1))]
     else:
-        val_every = min(50, max(10, n_lines // 20))
-        n_places = n_lines
-        last = n_lines - 1
-        chosen = [at % val_every == val_every - 1 or at == last for at in range(n_lines)]
-        learned = itertools.compress(lines_of(job, training_file), map(operator.not_, chosen))
-        held_out = itertools.compress(lines_of(job, training_file), chosen)
-    numbers = []  # of the lines that are held out
+        val_every = min(50, max(10, len(learned) // 20))
+        chosen = [*range(val_every - 1, len(learned), val_every)]
+        if len(learned) % val_every:
+            chosen.append(len(learned) - 1)
+        held_out = [learned[place] for place in chosen]
+        for place in reversed(chosen):
+            del learned[place]
     with path.open("wb") as out:
-        for place in range(n_places):
-            is_held_out = place % val_every == 0
-            number, line = next(held_out if is_held_out else learned)
-            out.write(line)
-            numbers += [number] * is_held_out
+        for n, line in enumerate(held_out):
+            between = learned[n * (val_every - 1) : (n + 1) * (val_every - 1)]
+            out.writelines(content for _, content in [line, *between])
+    numbers = [number for number, _ in held_out]
     shown = ", ".join(map(str, numbers[:LINES_SHOWN]))
     rest = f", ..., {numbers[-1]}" if len(numbers) > LINES_SHOWN else ""
-    where = " of the validation file" if validation_file else ""
+    where = " of the validation file" if job.asked["validation_file"] else ""
     return val_every, f"line{'s' * (len(numbers) > 1)} {shown}{rest}{where}"
 
 
-def lines_of(job: Job, file_id: str):
-    """(number, line) of each line of an upload that is not blank; each ends with a line break."""
+def lines_of(job: Job, file_id: str) -> list[tuple[int, bytes]]:
+    """The lines of an upload that are not blank, with their numbers; each ends with a line break.
+
+    UserError if there is none.
+    """
     path = files.member(job.folder.parent.parent / "files", file_id, "job.json") / "data.jsonl"
     require(path.exists(), f"the file {file_id} was deleted: upload it again")
-    for number, line in enumerate(corpus.raw_lines(str(path)), 1):
-        if line.decode(errors="replace").strip():
-            yield number, line.rstrip(b"\r\n") + b"\n"
+    found = [
+        (number, line.rstrip(b"\r\n") + b"\n")
+        for number, line in enumerate(corpus.raw_lines(str(path)), 1)
+        if line.decode(errors="replace").strip()
+    ]
+    require(found, f"{file_id} has no line")
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,6 +327,7 @@ class Worker:
         self.claims = {}  # job -> the open file of its lock
         self.ended = set()  # ids of jobs that need no worker any more
         self.paused = {}  # id of a job -> when it is tried again
+        self.runs = Runs({})  # reads what is new in the metrics of a training
         self.is_ending = False
 
     def run(self) -> int:
@@ -429,9 +403,7 @@ class Worker:
             raise FileNotFoundError("its folder was removed")
         try:
             state = job.state()
-            if is_running and job.log.exists():
-                os.utime(job.log)  # until now it has trained: see `seconds`
-            is_late = self.seconds(job, state, is_running) > 3600 * self.cfg.most_hours
+            is_late = self.seconds_left(job) < 0
             if is_running and (job.is_cancelled or is_late):
                 self.launcher.cancel(job)
             elif is_running:
@@ -453,20 +425,10 @@ class Worker:
         except Exception as error:  # whatever it is, it concerns this job alone
             self.fail(job, f"{type(error).__name__}: {program.one_line(error)}")
 
-    def seconds(self, job: Job, state: dict, is_running: bool) -> float:
-        """For how long a job has trained, all launches together.
-
-        A launch lasts until the last change of its log: a line, or a worker's look. One of SLURM
-        begins when it leaves the queue.
-        """
-        before, begun = state.get("trained_seconds", 0.0), state.get("running_since", math.inf)
-        if self.launcher.outlives:
-            times = map(unix_seconds, runlog.read_launches(job.run_dir))
-            begun = min([at for at in times if at > begun - 1], default=math.inf)
-        end = time.time() if is_running else begun
-        if job.log.exists() and not is_running:
-            end = job.log.stat().st_mtime
-        return before + (max(0.0, end - begun) if begun < math.inf else 0.0)
+    def seconds_left(self, job: Job) -> float:
+        """For how long a job may still train: what its steps have taken does not come back."""
+        passed = self.runs.read(job.run_dir).metrics.steps["seconds"]
+        return 3600 * self.cfg.most_hours - math.fsum(filter(math.isfinite, passed))
 
     def begin(self, job: Job) -> None:
         """Prepare a job if that is not done, and start its training."""
@@ -480,35 +442,29 @@ class Worker:
                 return self.fail(job, program.one_line(error))
             if job.is_cancelled or self.is_ending:
                 return  # the next look sees to it
-        is_again = "running_since" in job.state()
+        is_again = "log_begin" in job.state()
         job.add_event("The training goes on" if is_again else "The training has started")
         self.start(job)
 
     def start(self, job: Job) -> None:
         """Start the training."""
         size = job.log.stat().st_size if job.log.exists() else 0
-        seconds = self.seconds(job, job.state(), is_running=False)
-        now = time.time()
-        job.write_state(
-            status="running", log_begin=size, trained_seconds=seconds, running_since=now
-        )
-        self.launcher.start(job, self.claims[job])
+        job.write_state(status="running", log_begin=size)
+        self.launcher.start(job, self.claims[job], self.seconds_left(job))
 
     def go_on(self, job: Job, state: dict, outcome) -> None:
         """What follows if a training has ended before its last step."""
         reason = last_words(job, state)
         if outcome == USER_ERROR:
             return self.fail(job, reason)
-        is_death = outcome != RESUME_ME
-        deaths, restarts = state["deaths"] + is_death, state["restarts"] + (not is_death)
-        job.write_state(deaths=deaths, restarts=restarts)
-        if deaths >= MOST_DEATHS:
-            return self.fail(job, f"the training died {deaths} times, the last words: {reason}")
-        if restarts > MOST_RESTARTS:
-            asked = f"the training asked {restarts} times to be started again"
-            return self.fail(job, f"{asked}, the last words: {reason}")
-        how = "died" if is_death else "asked to be started again"
-        job.add_event(f"The training {how} ({reason}): it is restarted", "warn")
+        newest = checkpoint.latest(job.run_dir)
+        step = checkpoint.number(newest) if newest else -1
+        attempts = 1 if step > state["last_step"] else state["attempts"] + 1
+        job.write_state(attempts=attempts, last_step=step)
+        if attempts >= MOST_ATTEMPTS:
+            ended = f"the training ended {attempts} times without a later checkpoint"
+            return self.fail(job, f"{ended}, the last words: {reason}")
+        job.add_event(f"The training ended too early ({reason}): it is restarted", "warn")
         self.start(job)
 
     def succeed(self, job: Job) -> None:
@@ -571,14 +527,6 @@ def has_ended(job: Job) -> bool:
         return False
 
 
-def unix_seconds(launch: dict) -> float:
-    """When a launch began, in Unix seconds; 0 if that is not known."""
-    try:
-        return datetime.datetime.strptime(launch.get("time"), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except (TypeError, ValueError):
-        return 0.0
-
-
 def beat(path: Path) -> None:
     """Touch the workers' heartbeat for ever: in a thread, since preparing a job takes minutes."""
     while True:
@@ -609,7 +557,7 @@ def main(argv) -> None:
     require(folder.is_dir(), f"{folder} is no folder: start serve.py with --jobs={folder} first")
     launcher = Local(cfg.nproc)
     if cfg.slurm:
-        launcher = Slurm(cfg.nproc, cfg.most_hours, cfg.sbatch_args)
+        launcher = Slurm(cfg.nproc, cfg.sbatch_args)
     worker = Worker(folder, launcher, cfg)
 
     def end(number, frame):

@@ -4,10 +4,12 @@ client = client_of(tmp_path)              files and jobs as HTTP, in this proces
 upload(client, lines(20))                 the id of an upload
 """
 
+import contextlib
 import json
 import os
 import signal
 import types
+from pathlib import Path
 
 from fastapi.testclient import TestClient
 
@@ -18,7 +20,6 @@ from web import app
 from web.files import Finetuning
 from web.jobs import Job
 from web.metrics import Metrics
-from web.worker import pids_left
 
 KEYS = ["a-key-of-the-tests-0001", "a-key-of-the-tests-0002"]
 
@@ -61,6 +62,17 @@ def sent(client, content, name="my.jsonl", **fields):
     """The answer to an upload."""
     data = {"purpose": "fine-tune"} | fields
     return client.post("/v1/files", data=data, files={"file": (name, content)})
+
+
+def pids_left(job) -> list[int]:
+    """The ranks of a job that live, whoever has started them: trainings that have its lock open."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            has_lock = os.path.samestat(os.stat(file), os.stat(job.folder / "lock"))
+            if has_lock and b"fsdp_train.py" in (file.parent.parent / "cmdline").read_bytes():
+                found.add(int(file.parts[2]))
+    return sorted(found)
 
 
 def end_trainings(folder) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import signal
@@ -20,13 +19,13 @@ pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 import openai
-from finetuning import KEYS, client_of, end_trainings, lines, upload
+from finetuning import KEYS, client_of, end_trainings, lines, pids_left, upload
 from servers import KEY, Served, openai_client, wait_for
 
 from lifecycle import runlog
 from web import jobs, worker
 from web.jobs import Job
-from web.worker import Local, Worker, WorkerSettings, pids_left, write_lines
+from web.worker import Local, Worker, WorkerSettings, write_lines
 
 JOBS = "/v1/fine_tuning/jobs"
 QUICK = {"n_epochs": 1, "batch_size": 64}
@@ -334,9 +333,9 @@ def set_settings(tmp_path, job_id, text) -> None:
 
 
 ENDS = [  # a config file as which the training ends, words of the reason, its starts
-    ("import os\nos.kill(os.getpid(), 9)", "died 3 times", 3),
-    ("import os\nprint('x', flush=True)\nos._exit(1)", "died 3 times, the last words: x", 3),
-    ("import os\nos._exit(75)", "asked 21 times", 21),
+    ("import os\nos.kill(os.getpid(), 9)", "ended 8 times", 8),
+    ("import os\nprint('x', flush=True)\nos._exit(1)", "checkpoint, the last words: x", 8),
+    ("import os\nos._exit(75)", "ended 8 times", 8),
     slowly("n_layer = 1", "did you mean 'n_layers'", 1),
 ]
 
@@ -376,27 +375,47 @@ def test_a_job_that_cannot_be_done_fails(tiny_run, tmp_path, what):
     assert str(tmp_path / "jobs") not in said[-1]
 
 
-def test_the_time_in_which_nothing_trained_does_not_count(tmp_path):
-    """As while the machine was off. What has trained for long enough ends."""
+def test_only_the_seconds_of_steps_count(tmp_path):
+    """Not those in which the machine was off. What has trained for long enough ends."""
     client = client_of(tmp_path)
     job = Job(tmp_path / "jobs/jobs" / created(client))
-    set_settings(tmp_path, job.id, "import time\nprint('x', flush=True)\ntime.sleep(600)")
-    first = worker_of(tmp_path, most_hours=1)
-    first.look()
-    wait_for(lambda: job.log.exists() and job.log.read_bytes())
-    first.leave()
-    yesterday = time.time() - 86_400
-    state = json.loads((job.folder / "state.json").read_text())
-    job.write_state(running_since=yesterday)
-    os.utime(job.log, (yesterday + 1800, yesterday + 1800))
-    second = worker_of(tmp_path, most_hours=1)
-    second.look()
-    assert second.running() and job.state()["trained_seconds"] == pytest.approx(1800, abs=5)
-    second.look()
-    assert state["status"] == "queued" and status(client, job.id) == "running"
-    job.write_state(trained_seconds=3601.0)
-    work(second, client, job.id)
-    assert "took more than 1 hours" in messages(client, job.id)[-1]
+    set_settings(tmp_path, job.id, "import time\ntime.sleep(600)")
+    run_of(job, 10_000, 100)  # 5 s
+    os.utime(job.run_dir / "metrics.jsonl", (1e9, 1e9))
+    for hours in (6 / 3600, 4 / 3600):
+        worker = worker_of(tmp_path, most_hours=hours)
+        worker.look()
+        worker.look()
+        assert worker.running()
+        if hours * 3600 > 5:
+            assert status(client, job.id) == "running"
+            worker.leave()
+            assert status(client, job.id) == "queued"
+    work(worker, client, job.id)
+    assert "the job took more than" in messages(client, job.id)[-1]
+
+
+def test_a_later_checkpoint_gives_a_training_new_attempts(tmp_path):
+    """It is given up once it ends again and again at the same place."""
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    run_of(job, 10_000, 10)
+    checkpoints = job.run_dir / "checkpoints"
+    fails = f"""
+import os, pathlib
+folder = pathlib.Path({str(checkpoints)!r})
+n = len(list(folder.glob("step-*")))
+if n < 4:
+    (folder / f"step-{{n + 1}}").mkdir(parents=True)
+    (folder / f"step-{{n + 1}}" / "meta.json").write_text({json.dumps(META)!r})
+    (folder / f"step-{{n + 1}}" / ".metadata").touch()
+os._exit(1)
+"""
+    set_settings(tmp_path, job.id, fails)
+    job = work(worker_of(tmp_path), client, job.id)
+    assert "ended 8 times" in job["error"]["message"]
+    said = messages(client, job["id"])
+    assert sum("started" in line for line in said) == 4 + 8 - 1
 
 
 def test_no_job_is_taken_twice(tmp_path, monkeypatch):
@@ -425,18 +444,6 @@ def test_a_removed_folder_ends_its_training(tmp_path):
     process.wait(PATIENCE)
     worker.paused.clear()
     assert worker.look() == 0  # there is room for another job
-
-
-def test_ranks_left_behind_are_found(tmp_path):
-    """Those that have ended, and what is no number, hide none of them."""
-    client = client_of(tmp_path)
-    job = Job(tmp_path / "jobs/jobs" / created(client))
-    pids = ["self", -1, 2**40, None, os.getpid(), 1]
-    started = {"host": platform.node(), "pids": pids}
-    (job.folder / "ranks.json").write_text(json.dumps(started))
-    with (job.folder / "lock").open("w"):
-        assert pids_left(job) == [os.getpid()]
-    assert pids_left(job) == []
 
 
 def test_a_file_of_its_own_is_held_out(tiny_run, tmp_path):

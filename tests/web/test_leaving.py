@@ -1,4 +1,4 @@
-"""Clients that leave or are slow, and a server that has to end: nothing is lost or left over.
+"""Clients that leave, and a server that has to end: nothing is lost or left over.
 
 A server within this process shows what it holds: rows, slots of adapters, tasks, files.
 """
@@ -74,7 +74,6 @@ class Inside:
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
         self.thread.join(PATIENCE)
-        self.service.catalog.close()
         self.socket.close()
 
 
@@ -238,7 +237,7 @@ def test_schemas_are_built_one_at_a_time_and_end_with_their_clients(folder, tmp_
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("serving.constraint.sys.executable", str(endless))
+            patch.setattr("sys.executable", str(endless))
             asyncio.run(ask_and_leave())
         wait_for(lambda: n_tried() == 0)
         body = {"model": "run", "prompt": "x", "max_tokens": 3, "guided_regex": "ab"}
@@ -265,8 +264,7 @@ def test_schemas_that_take_minutes_hold_up_neither_others_nor_the_end(folder):
     assert "Traceback" not in served.said(), served.said()
 
 
-def test_an_idle_connection_stays_open_longer_than_a_head_may_take(one_row, monkeypatch):
-    monkeypatch.setattr("web.server.HEAD_SECONDS", 0.05)
+def test_an_idle_connection_stays_open(one_row):
     client = http.client.HTTPConnection("127.0.0.1", one_row.port, timeout=PATIENCE)
     with contextlib.closing(client):
         for _ in range(2):
@@ -274,12 +272,11 @@ def test_an_idle_connection_stays_open_longer_than_a_head_may_take(one_row, monk
             connection = client.sock
             answer = client.getresponse()
             assert answer.status == 200 and answer.read()
-            time.sleep(0.3)
         assert client.sock is connection  # http.client would have opened another one
     assert one_row.server.config.timeout_keep_alive == 75
 
 
-# --- Slow clients, long answers
+# --- Long answers
 
 
 @pytest.fixture(scope="module")
@@ -314,19 +311,6 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(one_row, monkeypatch):
         status, content = asyncio.run(answer(one_row.port, {**LONG, "stream": stream}))
         assert status == wanted and b"the answer takes more than 0.05 s" in content
     wait_for(lambda: not one_row.service.engine.is_busy)
-
-
-def test_who_asks_too_slowly_is_sent_away(one_row, monkeypatch):
-    """With an answer to half of a body; with none to half of a head."""
-    address = ("127.0.0.1", one_row.port)
-    monkeypatch.setattr("web.guard.BODY_SECONDS", 0.05)
-    with socket.create_connection(address, timeout=PATIENCE) as client:
-        client.sendall(message(LONG)[:-5])
-        assert client.recv(100).startswith(b"HTTP/1.1 408")
-    monkeypatch.setattr("web.server.HEAD_SECONDS", 0.05)
-    with socket.create_connection(address, timeout=PATIENCE) as client:
-        client.sendall(message(LONG)[:9])
-        assert client.recv(100) == b""
 
 
 def test_more_connections_than_files(folder):

@@ -37,6 +37,9 @@ def proxy(tiny_run, tmp_path):
         assert conf.count(old) == 1
         conf = conf.replace(old, f"{old[:-4]}{new}")
     conf = conf.replace("listen ", "listen 127.0.0.1:")
+    for slow in ("header_timeout 10s", "body_timeout 30s"):
+        assert conf.count(slow) == 1
+        conf = conf.replace(slow, f"{slow.split()[0]} 1s")
     places = [f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("proxy", "client_body")]
     (tmp_path / "nginx.conf").write_text(
         f"daemon off; master_process off; pid {tmp_path}/pid; error_log {tmp_path}/errors;\n"
@@ -102,3 +105,14 @@ def test_requests_streams_uploads_and_a_server_that_dies(proxy):
     served[0].process.wait()
     for _ in range(6):
         assert asked(port, "/v1/completions", ASK)[0] == 200
+
+
+def test_who_sends_too_slowly_is_sent_away(proxy):
+    """Half of a head, half of a body: no server hears of them."""
+    port, served = proxy
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+    for sent in (head[:30], head + b"\r\n{"):
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+            client.sendall(sent)
+            assert client.recv(100) == b""
+    assert not any(requests_of(one) for one in served)

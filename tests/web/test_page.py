@@ -27,7 +27,9 @@ uvicorn = pytest.importorskip("uvicorn")
 from finetuning import end_trainings, lines  # noqa: E402
 
 from config import MPTConfig, TrainConfig  # noqa: E402
+from serving.catalog import Catalog  # noqa: E402
 from web import app, worker  # noqa: E402
+from web.completions import Service  # noqa: E402
 
 MS = 1000 * PATIENCE
 LOOKS = [((1280, 860), "light"), ((390, 844), "dark")]  # a size, a theme
@@ -38,7 +40,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]  # as in a 
 def viewer(folders, keys=()):
     """The port of a server without a model, which shows the runs of `folders`."""
     hosts = ["127.0.0.1", "localhost"]
-    guarded = app.build(app.Viewer(most_seconds=PATIENCE), list(keys), hosts, 100, folders)
+    guarded = app.build(Service(Catalog()), list(keys), hosts, 100, folders)
     server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as waiting:
         thread = threading.Thread(target=server.run, args=([waiting],))

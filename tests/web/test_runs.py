@@ -14,13 +14,14 @@ from urllib.parse import quote
 
 import pytest
 from conftest import json_lines, refusal, slowly
-from servers import KEY, Served, wait_for
+from servers import ASK, CHAT, KEY, Served, wait_for
 from test_fuzz import damages, put
 
 import config
 import serve
 from config import MPTConfig, TrainConfig
 from lifecycle import lease, runlog
+from serving.catalog import Catalog
 from weights import card
 
 pytest.importorskip("fastapi")
@@ -28,6 +29,7 @@ pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient  # noqa: E402
 
 from web import app, runs  # noqa: E402
+from web.completions import Service  # noqa: E402
 
 STEP = {
     "step": 1,
@@ -62,7 +64,7 @@ def run_folder(folder, *rows, max_steps=100, **settings):
 
 def client_of(folder, **more) -> TestClient:
     """A client of a server without a model, in this process."""
-    return TestClient(app.build(app.Viewer(60), [], [], 1000, {"": str(folder), **more}))
+    return TestClient(app.build(Service(Catalog()), [], [], 1000, {"": str(folder), **more}))
 
 
 def strict(answer) -> dict:
@@ -499,8 +501,8 @@ def test_a_viewer_without_a_model(tiny_run, tmp_path):
     assert status == 200
     assert [line["name"] for line in json.loads(text)["runs"]] == ["mine"]
     assert served.request("GET", "/api/runs", key=None)[0] == 401
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        status, body = served.post(path, {"model": "mine", "prompt": "x"})
+    for path, asked in (("/v1/completions", ASK), ("/v1/chat/completions", CHAT)):
+        status, body = served.post(path, asked)
         assert status == 404
         assert "no model" in body["error"]["message"]
     assert json.loads(served.request("GET", "/v1/models")[2])["data"] == []

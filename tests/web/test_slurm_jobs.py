@@ -127,7 +127,7 @@ def test_what_a_killed_worker_has_submitted_is_not_submitted_again(place, when, 
     wait_for(lambda: place.submitted(job) and place.submitted(job)[-1]["JobState"] == "RUNNING")
     place.client.post(f"{JOBS}/{job.id}/cancel")
     wait_for(lambda: job.state()["status"] == "cancelled")
-    assert len(place.submitted(job)) == 1 and "died" not in said(place, job)
+    assert len(place.submitted(job)) == 1 and "restarted" not in said(place, job)
 
 
 @pytest.mark.slow
@@ -140,10 +140,10 @@ def test_a_job_that_fails_says_why(place, tmp_path):
     refused, dies = place.create(again), place.create("import os\nos.kill(os.getpid(), 9)")
     stopped = place.create("import time\ntime.sleep(9999)")
     assert place.ended(refused) == "failed" and "no more" in said(place, refused)
-    assert "asked to be started again" in said(place, refused)
+    assert "ended too early" in said(place, refused)
     assert len(place.submitted(refused)) == 2
-    assert place.ended(dies) == "failed" and "died 3 times" in said(place, dies)
-    assert len(place.submitted(dies)) == 3
+    assert place.ended(dies) == "failed" and "ended 8 times" in said(place, dies)
+    assert len(place.submitted(dies)) == 8
     wait_for(lambda: place.submitted(stopped)[0]["JobState"] == "RUNNING")
     place.slurm.run("scancel", f"--name={stopped.id}")  # an operator
     assert place.ended(stopped) == "failed" and "CANCELLED" in said(place, stopped)

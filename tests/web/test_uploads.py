@@ -119,10 +119,11 @@ def test_lines_are_checked_with_the_template_that_is_served(tmp_path):
     assert "no system" in answer.text and str(tmp_path) not in answer.text
 
 
-def test_checking_has_an_end(client, monkeypatch):
-    monkeypatch.setattr(files, "CHECK_SECONDS", 0)
-    answer = sent(client, lines(100))
-    assert [fault["line"] for fault in answer.json()["error"]["lines"]] == [1]
+def test_checking_has_an_end(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHECK_SECONDS", 0.01)
+    answer = sent(client, lines(9000))
+    assert answer.status_code == 400 and "takes more than 0.01 s" in answer.text
+    assert os.listdir(tmp_path / "jobs/files") == []
 
 
 REFUSED = [  # arguments of a POST, status
