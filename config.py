@@ -386,11 +386,12 @@ class TrainConfig:
 
     def evaluation_due(self, done: int) -> bool:
         """Is the validation loss due after `done` steps? At the end of the run it always is."""
-        return is_due(self.eval_interval or self.max_steps, done, self.max_steps)
+        return done % (self.eval_interval or self.max_steps) == 0 or done == self.max_steps
 
     def tasks_due(self, done: int) -> bool:
         """Are the zero-shot tasks due after `done` steps? Never if icl_interval is 0."""
-        return is_due(self.icl_interval, done, self.max_steps)
+        every = self.icl_interval
+        return every > 0 and (done % every == 0 or done == self.max_steps)
 
     @property
     def collective_timeout(self) -> datetime.timedelta:
@@ -420,11 +421,6 @@ class TrainConfig:
         """
         group = self.shard_size or node
         return {"all": dp_size, "group": group, "none": 1}[self.sharding_mode.over]
-
-
-def is_due(interval: int, done: int, max_steps: int) -> bool:
-    """Is something due that happens every `interval` steps (0: never) and at the end?"""
-    return interval > 0 and (done % interval == 0 or done == max_steps)
 
 
 def listed(name: str, text: str, known) -> list[str]:

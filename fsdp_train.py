@@ -63,6 +63,7 @@ def main(argv) -> None:
         model, optimizer = parallel.build(model_cfg, cfg, world, precision, run.seed)
         model.separator = dataset.separator
         run.load_weights(model, optimizer)
+        run.begin(model)
 
         # the loop
         if run.validation_is_due():  # of the model as it is before the first step

@@ -8,7 +8,8 @@ skip this file. Whoever operates a run finds here what happens when, and in whic
     find_start              the newest sound checkpoint, or step 0           resume
     settle                  what was left open: precision, compile,          beginning, compiling,
                             microbatch; then the run says what it will do    microbatch
-    load_weights            from here on the run is on record, and watched   runlog, watchdog
+    load_weights            those of the checkpoint, or of --init_from       beginning
+    begin                   from here on the run is on record, and watched   runlog, watchdog
     steps                   the batches; a rank that hangs is named          watchdog
     record                  the ranks agree on what follows; a row           runlog
     save_is_due, save       at intervals, and before the run stops           ../checkpoint.py
@@ -119,26 +120,29 @@ class Run:
         return self.start.seed_to_draw(self.cfg)
 
     def load_weights(self, model, optimizer) -> None:
-        """Load those of the checkpoint, or of --init_from; put this launch on record; watch it."""
-        cfg, world, dataset = self.cfg, self.world, self.dataset
-        kept = cfg.keep_last, cfg.keep_every
-        self.checkpointer = checkpoint.Checkpointer(cfg.run_dir, world.device, *kept)
+        """Load those of the checkpoint, with the optimizer's state, or of --init_from."""
+        cfg = self.cfg
         base = beginning.load_weights(self.start, cfg, model, optimizer)
         self.settings = {**asdict(self.model_cfg), **asdict(cfg), **base}  # of each checkpoint
-        self.settings |= {"precision": self.precision, "data_fingerprint": dataset.fingerprint}
+        fingerprint = self.dataset.fingerprint
+        self.settings |= {"precision": self.precision, "data_fingerprint": fingerprint}
         if not optim.skips_on_device(optimizer):
             name = type(optimizer).__name__
             words = "cannot skip a bad step by itself, so each step waits for the device"
             self.log.say(f"{name} {words}")
+
+    def begin(self, model) -> None:
+        """Put this launch on record, and watch over it.
+
+        From here on signals wait for a save, and a rank that hangs or fails is named.
+        """
+        cfg, world, dataset = self.cfg, self.world, self.dataset
         resumed = self.start.checkpoint
         launch = runlog.launch_record(cfg, world, self.precision, resumed, dataset.epoch_tokens)
         tokenizer_file = dataset.tokenizer_file
         self.is_evaluated = self.log.start(self.model_cfg, cfg, launch, tokenizer_file, self.done)
-        self.watch(model)
-
-    def watch(self, model) -> None:
-        """From here on signals wait for a save, and a rank that hangs or fails is named."""
-        cfg, world = self.cfg, self.world
+        kept = cfg.keep_last, cfg.keep_every
+        self.checkpointer = checkpoint.Checkpointer(cfg.run_dir, world.device, *kept)
         self.timer = StragglerTimer(model, world.device)
         # When memory runs out, the watchdog records half of the microbatch for the next start.
         last_good, halve = self.checkpointer.last_good, self.halve_microbatch
@@ -169,18 +173,17 @@ class Run:
         It times the wait for each batch, and the watchdog sees a heartbeat after each step.
         """
         steps = self.skips.steps(self.done, self.cfg.max_steps)
-        batches = enumerate(self.dataset.batches(steps, self.cfg, self.world))
-        while True:
-            self.reader.start_clock()
-            begin = time.perf_counter()
-            number, (step, rows) = next(batches, (0, (None, None)))
-            if step is None:
-                return
+        batches = self.dataset.batches(steps, self.cfg, self.world)
+        self.reader.start_clock()
+        begin = time.perf_counter()
+        for number, (step, rows) in enumerate(batches):
             self.timer.reading_seconds = time.perf_counter() - begin
             self.watchdog.step = step
             collect_garbage(number)
             yield step, rows
             self.watchdog.heartbeat()
+            self.reader.start_clock()
+            begin = time.perf_counter()
 
     def record(self, step: int, figures) -> None:
         """Take (loss, gradient norm, batch hash) of the step just queued; agree on what follows.

@@ -79,8 +79,19 @@ def test_a_bad_step_is_skipped_by_optimizers_that_do_not_know_of_it():
         assert p.tolist() == [expected] * 3
 
 
-def test_each_group_keeps_its_own_peak_rate():
-    """A step multiplies it by the schedule's factor; a rate that no step would use is refused."""
+@pytest.mark.parametrize("good", [True, False])
+def test_only_a_good_step_is_taken(good):
+    """Adam's first step is the rate of each group, which may be a tensor."""
+    slow, fast = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    groups = [{"params": [slow], "lr": 0.05}, {"params": [fast], "lr": torch.tensor(0.2)}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+    slow.grad, fast.grad = torch.ones(3), torch.ones(3)
+    step_if_good(optimizer, torch.tensor(good))
+    moved = [-0.05, -0.2] if good else [0, 0]
+    assert [p[0].item() for p in (slow, fast)] == pytest.approx(moved)
+
+
+def test_a_rate_that_no_step_would_use_is_refused():
     cfg = TrainConfig(lr=0.1)
     slow, fast = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     groups = [{"params": [slow]}, {"params": [fast], "lr": torch.tensor(0.4)}]
