@@ -45,7 +45,7 @@ import optim
 import processes
 import program
 from config import MPTConfig, TrainConfig
-from launch import rendezvous
+from launch import heartbeat
 from model import MPT, init_weights, initial_weight, seeded
 from program import UserError, require
 
@@ -225,7 +225,7 @@ def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     shape = {"dp_shard": shard}
     if cfg.sharding_mode.over != "all":
         shape = {"dp_replicate": world.dp_size // shard, "dp_shard": shard}
-    with rendezvous.in_time("connect the mesh"):
+    with heartbeat.within("connect the mesh"):
         return connect_mesh(world.device.type, tuple(shape.items()), world.dp_group, world.timeout)
 
 

@@ -7,8 +7,6 @@
     run                  calls a program's main and ends the rank with an exit status
 
 How several ranks find each other is in launch/rendezvous.py.
-
-Run `torchrun --nproc_per_node 2 processes.py` to see two ranks meet.
 """
 
 import contextlib
@@ -26,8 +24,9 @@ import torch.distributed as dist
 
 import devices
 import program
-from launch import rendezvous
-from program import RESUME_ME, StartAgain, UserError, end_with_torchrun, require, whoami
+from launch import heartbeat
+from launch.heartbeat import is_lost
+from program import RESUME_ME, StartAgain, UserError, end_with_torchrun, require
 
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 
@@ -81,32 +80,33 @@ def start(
     watchdog deals with failed collectives of NCCL, too; else NCCL ends the process.
     """
     rank, size, local_rank, local_size = program.place()
-    if size > 1 and "RANK" not in os.environ:  # srun started this process
-        os.environ |= rendezvous.slurm_variables(rank, size, local_rank, local_size)
     join_freed_gpu_memory()
     device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
     if not dist.is_initialized():  # a benchmark calls this once for each of its rows
         if timeout:
-            quiet_nccl(timeout)
-        join(backend, rank, size, timeout or TIMEOUT)
+            heartbeat.quiet_nccl(timeout)
+        join(backend, timeout or TIMEOUT)
     if device.type == "cpu":
         keep_freed_memory()
     world = World(rank, size, local_rank, local_size, device, timeout=timeout or TIMEOUT)
     return in_grid(world, tp, pp)
 
 
-def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
-    """init_process_group for this rank of `size`. `timeout`: of one collective.
+def join(backend: str, timeout: timedelta) -> None:
+    """init_process_group for this rank. `timeout`: of one collective.
 
     If the ranks do not meet in time, this one ends with RESUME_ME and a line. Raises UserError if
     the address is missing or taken.
     """
+    rank, size, _, _ = program.place()
     group = {"backend": backend, "rank": rank, "world_size": size, "timeout": timeout}
-    if size == 1:
-        dist.init_process_group(store=dist.HashStore(), **group)
-    else:
+    if size > 1:
+        from launch import rendezvous  # here, since one process alone does without
+
         rendezvous.join(group)
+    else:
+        dist.init_process_group(store=dist.HashStore(), **group)
 
 
 def in_grid(world: World, tp: int, pp: int = 1) -> World:
@@ -119,13 +119,14 @@ def in_grid(world: World, tp: int, pp: int = 1) -> World:
     if tp * pp == 1:
         return world
     size = world.global_size
-    if size % (tp * pp) != 0:
-        fix = f"start a multiple of {tp * pp}, or change --tp and --pp"
-        message = f"{size} ranks cannot form a grid of tp {tp} x pp {pp}: {fix}"
-        raise UserError(message, on_all_ranks=True)
+    require(
+        size % (tp * pp) == 0,
+        f"{size} ranks cannot form a grid of tp {tp} x pp {pp}: start a multiple of {tp * pp}, or "
+        "change --tp and --pp",
+    )
     grid = torch.arange(size).view(pp, -1, tp)
     pp_rank, dp_rank, tp_rank = (grid == world.global_rank).nonzero()[0].tolist()
-    with rendezvous.in_time("connect the grid of ranks"):
+    with heartbeat.within("connect the grid of ranks"):
         pp_group = None
         if pp > 1:
             pp_group = group_of(grid[:, dp_rank, tp_rank].tolist(), world.timeout)
@@ -199,22 +200,6 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
     return device
 
 
-def quiet_nccl(timeout: timedelta) -> None:
-    """Let our watchdog decide what follows when a collective of NCCL fails.
-
-    NCCL reads these variables when a group is made. What the user has set stays. timeout: of one
-    collective.
-    """
-    env = os.environ
-    # Otherwise NCCL's watchdog aborts this process (SIGABRT, 134) as soon as the connection to a
-    # lost rank breaks, before ours can say which rank that is.
-    if "NCCL_ASYNC_ERROR_HANDLING" not in env:  # its older name
-        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    # It also aborts when its own thread stands still, such as in a driver that hangs: later than
-    # ours would.
-    env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
-
-
 def join_freed_gpu_memory() -> None:
     """On NVIDIA, let freed pieces of GPU memory become a larger one, unless the user says how.
 
@@ -244,7 +229,7 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
     may come at different times."""
     if dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros(1))  # wait for all: a rank that is late after this is lost
-    with rendezvous.in_time("connect a new group"):
+    with heartbeat.within("connect a new group"):
         return dist.new_group(backend="gloo", timeout=timeout)
 
 
@@ -263,12 +248,10 @@ def run(main) -> None:
     threading.excepthook = end_with_thread
 
     def among_others(argv):
-        try:
+        with heartbeat.ending_with_others():
             main(argv)
             if dist.is_initialized():
                 dist.barrier()
-        finally:
-            rendezvous.end_roll_call()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -314,14 +297,6 @@ def report_user_error(error: BaseException) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends
         time.sleep(10)
         program.print_error(error, f"error on rank {program.rank()}")
-
-
-def is_lost(error: BaseException) -> bool:
-    """Did a collective fail because another rank has gone?"""
-    if program.user_error(error):  # NCCL reports a lack of memory by the same class
-        return False
-    # gloo has no class of its own: its errors begin with the path of its source
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -381,17 +356,3 @@ def dp_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
     if world.dp_size > 1:
         dist.all_reduce(tensor, group=world.dp_group)
     return tensor
-
-
-def demonstrate(argv) -> None:
-    """Print how long this rank took to meet the others."""
-    program.arguments(argv)
-    rank, size, _, _ = program.place()
-    require(size > 1, "one process is alone: torchrun --nproc_per_node 2 processes.py")
-    begin = time.monotonic()
-    join("gloo", rank, size, timedelta(seconds=rendezvous.MEETING))
-    print(f"{whoami(rank)} met all in {time.monotonic() - begin:.1f} s", flush=True)
-
-
-if __name__ == "__main__":
-    run(demonstrate)

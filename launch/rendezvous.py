@@ -1,8 +1,8 @@
-"""How several ranks find each other, and from then on notice if one is gone.
+"""How several ranks find each other.
 
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
     meet          all ranks sign in there, and agree on a random name for this start
-    RollCall      a thread, from then on: it ends the run if a rank stands still
+    Heartbeat     a thread, from then on: it ends the run if a rank is gone (heartbeat.py)
     join          later keys in the store, such as gloo's addresses, have that name as their prefix
 
 torchrun keeps its store when it starts killed ranks again: without a name of their own the new
@@ -10,12 +10,10 @@ ranks would read the addresses of the killed ones. TORCHELASTIC_RESTART_COUNT ca
 each machine of a run counts its own restarts.
 """
 
-import contextlib
 import json
 import os
 import platform
 import subprocess
-import threading
 import time
 import uuid
 from datetime import timedelta
@@ -24,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 import program
-from program import RESUME_ME, UserError, end, require, whoami
+from launch import heartbeat
+from launch.heartbeat import Heartbeat
+from program import RESUME_ME, UserError, require, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
-REPLY_TIMEOUT = 5  # seconds in which a thread of a living rank replies
-SHOWN = 8  # of many silent ranks, as many as a node has are named
 
 
 def join(group: dict) -> None:
@@ -39,6 +37,8 @@ def join(group: dict) -> None:
     address is missing or taken.
     """
     rank, size = group["rank"], group["world_size"]
+    if "RANK" not in os.environ:  # srun started this process
+        os.environ |= slurm_variables(*program.place())
     host, port = os.environ.get("MASTER_ADDR"), program.number("MASTER_PORT", 0)
     require(
         host and 0 < port < 2**16,
@@ -46,22 +46,31 @@ def join(group: dict) -> None:
         "or start with torchrun",
     )
     where = f"{host}:{port}"
+    beats = Heartbeat(rank, size, patience=MEETING / 2)
+    beats.start()
     try:
         # Later than `meet`, which knows more, even if rank 0 is a whole meeting late.
-        with in_time(f"meet the others at {where}", 3 * MEETING):
+        with heartbeat.within(f"meet the others at {where}", 3 * MEETING):
             store = open_store(host, port, rank)
             name = meet(store, rank, size, MEETING)
-            own_store = open_store(host, port, rank)  # at the other one the main thread may wait
+            store = dist.PrefixStore(name, store)
+            beats.connect(lambda port: tell_port(store, port))
     except dist.DistError as error:
         why = program.one_line(error)
         program.print_error(f"{whoami(rank)} cannot meet the others at {where}: {why}")
         raise SystemExit(RESUME_ME) from error
-    RollCall(dist.PrefixStore(name, own_store), where, rank, size).start()
-    with in_time(f"connect to all other ranks at {where}"):
+    with heartbeat.within(f"connect to all other ranks at {where}"):
         store.set_timeout(group["timeout"])
-        dist.init_process_group(store=dist.PrefixStore(name, store), **group)
+        dist.init_process_group(store=store, **group)
         # Without this a rank might end, for an error, while others still connect to it.
         dist.all_reduce(torch.zeros(1))
+
+
+def tell_port(store: dist.Store, port: int) -> int:
+    """The port of the heartbeat's server, which rank 0 gives and the others (port 0) wait for."""
+    if port:
+        store.set("port", str(port))
+    return port or int(store.get("port"))
 
 
 def open_store(host: str, port: int, rank: int) -> dist.Store:
@@ -137,130 +146,6 @@ def publish_meeting(store: dist.Store, name: str, size: int, patience: float) ->
     if missing:
         time.sleep(10 * POLL)  # until the others have read it: the server may be in this process
         raise SystemExit(RESUME_ME)
-
-
-class SignsOfLife:
-    """How long this rank has seen no change in the counts of others.
-
-    Each rank counts in a store, every `interval` seconds. A count, not a time of day: machines'
-    clocks differ. Rank 0 looks at all others and these look at rank 0, so the work of a rank stays
-    small.
-    """
-
-    def __init__(self, global_rank: int, global_size: int, interval: float = 1):
-        ranks = range(1, global_size) if global_rank == 0 else [0]
-        self.interval = interval
-        self.counts = dict.fromkeys(ranks, 0)
-        self.silence = dict.fromkeys(ranks, 0.0)  # seconds
-        self.last_look = time.monotonic()
-
-    def look(self, counts: dict[int, int] | None, now: float) -> None:
-        """Note the counts of the others, None if the store does not reply. now: monotonic."""
-        # If more time has passed than that, this rank itself was held up, and perhaps the store.
-        longest = self.interval + (REPLY_TIMEOUT if counts is None else 1)
-        seconds = min(now - self.last_look, longest)
-        self.last_look = now
-        before, self.counts = self.counts, counts or self.counts
-        for rank, count in self.counts.items():
-            alive = count != before[rank] or count < 0
-            self.silence[rank] = 0.0 if alive else self.silence[rank] + seconds
-
-    def gone(self, patience: float) -> list[int]:
-        """The ranks without a sign of life for so many seconds."""
-        return [rank for rank, seconds in self.silence.items() if seconds >= patience]
-
-
-class RollCall(threading.Thread):
-    """From the meeting on: if a rank gives no sign of life, name it and end all others.
-
-    Without this thread they would wait for the timeout of a collective. In the training loop the
-    watchdog takes over, which notices it in half of the time.
-    """
-
-    def __init__(self, store: dist.Store, where: str, rank: int, size: int):
-        """store: only this thread uses it. where: its address."""
-        super().__init__(daemon=True)
-        self.store, self.where, self.rank = store, where, rank
-        self.patience = MEETING / 2
-        self.signs = SignsOfLife(rank, size, interval=self.patience / 12)
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        """Until `end_roll_call`, or until another rank is silent."""
-        with contextlib.suppress(dist.DistError):  # no server: collectives will fail as well
-            self.store.set(f"name {self.rank}", whoami(self.rank))
-            while not self.ended.wait(self.signs.interval):
-                # If the server stands still, so does rank 0. torchrun may, as after Ctrl-Z.
-                words = f"no sign of life for {self.patience:g} s: rank 0 at {self.where} is silent"
-                timer = threading.Timer(self.patience, self.leave, [words])
-                timer.daemon = True
-                if not torchrun_serves():
-                    timer.start()
-                self.exchange()
-                timer.cancel()
-                if self.store.check(["over"]):  # another rank says why
-                    self.leave()
-                if gone := self.signs.gone(self.patience):
-                    names = [self.name(rank) for rank in gone[:SHOWN]]
-                    is_first = self.store.add("over", 1) == 1
-                    self.leave(silence_of(names, len(gone), self.patience) * is_first)
-
-    def exchange(self) -> None:
-        """Give a sign of life, and look at the others' counts."""
-        self.store.add(f"count {self.rank}", 1)
-        counts = {rank: self.store.add(f"count {rank}", 0) for rank in self.signs.counts}
-        self.signs.look(counts, time.monotonic())
-
-    def name(self, rank: int) -> str:
-        """A rank in words, as it has published them."""
-        key = f"name {rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else f"rank {rank}"
-
-    def leave(self, words: str = "") -> None:
-        """End this process, with a line if no other rank has one.
-
-        When the first one ends, collectives of the others fail. So each waits until all know, and
-        its main thread has no say.
-        """
-        if words:
-            program.print_error(words)
-        program.flushed(RESUME_ME)
-        program.silence()
-        time.sleep(self.signs.interval + 3)
-        os._exit(RESUME_ME)
-
-
-def end_roll_call() -> None:
-    """From now on other ranks may end before this one."""
-    for thread in threading.enumerate():
-        if isinstance(thread, RollCall):
-            thread.ended.set()
-
-
-def silence_of(names: list[str], number: int, patience: float) -> str:
-    """What to say of `number` silent ranks. names: of the first SHOWN."""
-    more = f" and {number - SHOWN} more ranks" * (number > SHOWN)
-    silent = ", ".join(names) + more
-    return f"no sign of life for {patience:g} s: {silent} died, stopped, or cannot be reached"
-
-
-@contextlib.contextmanager
-def in_time(what: str, seconds: float | None = None):
-    """Give the ranks this long to do something together. After that: a line, and RESUME_ME.
-
-    Otherwise a rank would wait for the address of a dead one until the timeout of a collective.
-    seconds: the default is later than `RollCall`, which knows who is missing.
-    """
-    seconds = seconds or MEETING + 5
-    me = whoami(program.rank())
-    words = f"{me} could not {what} in {seconds:g} s: a rank or the network is gone"
-    timer = threading.Timer(seconds, end, [words])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def slurm_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:

@@ -198,7 +198,7 @@ lifecycle/runlog.py: lifecycle/test_runlog.py
 + row["step"] < first_step
 
 of ranks that hang, one that waits for others is named, too
-lifecycle/watchdog.py: lifecycle/test_watchdog.py
+launch/heartbeat.py: lifecycle/test_watchdog.py
 - if line != WAITS
 + if line
 

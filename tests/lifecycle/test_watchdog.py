@@ -24,7 +24,7 @@ from test_scenarios import before_step
 import data
 import fsdp_train
 import processes
-from launch import rendezvous
+from launch import heartbeat
 from lifecycle import runlog, watchdog
 from program import RESUME_ME
 from text import tokenizer
@@ -128,7 +128,7 @@ def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers):
 
 
 def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something():
-    signs = rendezvous.SignsOfLife(0, 3)
+    signs = heartbeat.SignsOfLife(0, 3)
     now = signs.last_look
     for second in range(1, 41):
         signs.look({1: second, 2: 0}, now + second)
@@ -137,14 +137,14 @@ def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something()
     assert signs.gone(0.5) == [1]
     signs.look({1: 40, 2: 1}, now + 1000)  # rank 0 itself was held up, for 959 seconds
     assert signs.gone(5) == []
-    signs.look({1: watchdog.LEFT, 2: 1}, now + 1001)
+    signs.look({1: -1, 2: 1}, now + 1001)
     for second in range(1002, 1042):
-        signs.look({1: watchdog.LEFT, 2: 1}, now + second)
+        signs.look({1: -1, 2: 1}, now + second)
     assert signs.gone(30) == [2]
 
 
 def test_a_rank_looks_at_rank_0_alone_and_waits_for_its_store():
-    signs = rendezvous.SignsOfLife(999, 1000)
+    signs = heartbeat.SignsOfLife(999, 1000)
     now = signs.last_look
     signs.look({0: 1}, now + 1)
     for number in range(1, 6):  # each look takes 6 seconds, since the store does not reply
@@ -183,11 +183,11 @@ def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later
 
 
 def test_the_report_names_whoever_does_not_reply_or_does_not_wait():
-    names, waits = ["a", "b", "c"], watchdog.WAITS
+    names, waits = ["a", "b", "c"], heartbeat.WAITS
     lines = ["data.py, line 1, in f", waits, waits]
-    assert watchdog.hang_problems(names, lines) == ["a hangs at data.py, line 1, in f"]
-    assert watchdog.hang_problems(names, [*lines[:2], ""]) == ["c does not reply"]
-    (problem,) = watchdog.hang_problems(names, [waits] * 3)
+    assert heartbeat.hang_problems(names, lines) == ["a hangs at data.py, line 1, in f"]
+    assert heartbeat.hang_problems(names, [*lines[:2], ""]) == ["c does not reply"]
+    (problem,) = heartbeat.hang_problems(names, [waits] * 3)
     assert problem.startswith("all ranks wait for each other")
 
 
@@ -201,7 +201,7 @@ def stuck(enter) -> str:
 
     def chunks():
         with futures.ThreadPoolExecutor(1) as pool:
-            found.append(pool.submit(watchdog.current_line).result())
+            found.append(pool.submit(heartbeat.current_line).result())
         yield 0, 0, ["a"]
 
     list(enter(chunks()))
@@ -224,10 +224,10 @@ def test_a_line_of_torch_s_autograd_waits():
     found = []
     x = torch.ones(1, requires_grad=True).exp()
     with futures.ThreadPoolExecutor(1) as pool:
-        x.register_hook(lambda _: found.append(pool.submit(watchdog.current_line).result()))
+        x.register_hook(lambda _: found.append(pool.submit(heartbeat.current_line).result()))
         x.backward()
-    assert found == [watchdog.WAITS]
-    assert watchdog.current_line().startswith("lifecycle/watchdog.py, line ")
+    assert found == [heartbeat.WAITS]
+    assert heartbeat.current_line().startswith("launch/heartbeat.py, line ")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def status_after(world, error):
     except SystemExit as leaving:
         return leaving.code, halved
     except type(error):
-        return int(guard.read("status")[0]), halved
+        return guard.beats.row.status, halved
 
 
 def test_memory_lost_ranks_and_mistakes_are_told_apart(ranks):
@@ -270,14 +270,13 @@ def ends_after_others(world):
     guard = watchdog.Watchdog(world, 60, lambda: "", None)
     if world.global_rank == 1:
         time.sleep(1)
-        guard.leave_store()
+        guard.beats.leave()
         return True
-    guard.signs_of_life = rendezvous.SignsOfLife(0, world.global_size)
-    guard.store.set("status", str(RESUME_ME))
-    patient = mock.patch.object(watchdog, "REPLY_TIMEOUT", 60)
+    guard.beats.verdict = RESUME_ME
+    patient = mock.patch.object(heartbeat, "REPLY_TIMEOUT", 60)
     with patient, pytest.raises(SystemExit):
-        guard.tell_others(dist.DistNetworkError("the connection was closed"))
-    return guard.others_left()
+        guard.__exit__(None, dist.DistNetworkError("the connection was closed"), None)
+    return guard.beats.others_left()
 
 
 def test_rank_0_serves_the_status_until_the_others_have_read_it(ranks):
