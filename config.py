@@ -20,11 +20,13 @@ add up to. This file does not import torch, so it answers in 0.1 s.
 
 import ast
 import dataclasses
+import datetime
 import difflib
 import functools
 import json
 import math
 import os
+import re
 import runpy
 import sys
 import types
@@ -61,7 +63,7 @@ RANGES = {
         (0, 0.999999, "beta1 beta2"),
         (1e-30, 1, "adam_eps"),  # 0 would divide by 0 where the gradient is 0
         (0, 10**6, "clip_qkv grad_clip save_minutes shard_size"),
-        (1e-3, 10**6, "timeout_minutes peak_tflops data_cache_gb"),
+        (1e-3, 10**6, "timeout_minutes peak_tflops"),
         # Planning.
         (1, 10**6, "devices ranks nodes"),
         (1, 10**4, "node_size"),
@@ -291,8 +293,7 @@ class TrainConfig:
     mix: list[str] = dataclasses.field(default_factory=list)  # as 'c4 0.7 allenai/c4:en'
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # the prepared tokens: a folder, s3://..., or empty = data/DATASET-TOKENIZER
-    data_cache: str = ""  # data_dir in a store (s3://...): each node's cache; empty = in TMPDIR
-    data_cache_gb: float = 20.0  # most that this cache takes (10^9 bytes)
+    data_cache: str = ""  # data_dir in a store (s3://...): each node's copy; empty = in TMPDIR
     max_tokens: int = 0  # prepare at most this many training tokens (0 = all), of each source
     val_fraction: float = 0.005  # share of the documents kept for validation
     # --- data: prompts and responses; see text/chat.py
@@ -357,6 +358,7 @@ class TrainConfig:
         listed("track", self.track, TRACKERS)
         listed("lora_train", self.lora_train, EXTRA_PARTS)
         layers_named(self.lora_targets)
+        step_ranges(self.skip_steps)
 
         steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
         require(self.warmup_steps < self.max_steps, steps)
@@ -376,6 +378,19 @@ class TrainConfig:
         for name in names:
             unchanged = getattr(self, name) == getattr(TrainConfig, name)
             require(unchanged, f"{name} sets nothing {fix}")
+
+    def evaluation_due(self, done: int) -> bool:
+        """Is the validation loss due after `done` steps? At the end of the run it always is."""
+        return is_due(self.eval_interval or self.max_steps, done, self.max_steps)
+
+    def tasks_due(self, done: int) -> bool:
+        """Are the zero-shot tasks due after `done` steps? Never if icl_interval is 0."""
+        return is_due(self.icl_interval, done, self.max_steps)
+
+    @property
+    def collective_timeout(self) -> datetime.timedelta:
+        """How long a collective may wait: so long that the watchdog acts first and says more."""
+        return datetime.timedelta(minutes=max(60.0, 2 * self.timeout_minutes))
 
     @property
     def adapted_layers(self) -> list[str]:
@@ -402,6 +417,11 @@ class TrainConfig:
         return {"all": dp_size, "group": group, "none": 1}[self.sharding_mode.over]
 
 
+def is_due(interval: int, done: int, max_steps: int) -> bool:
+    """Is something due that happens every `interval` steps (0: never) and at the end?"""
+    return interval > 0 and (done % interval == 0 or done == max_steps)
+
+
 def listed(name: str, text: str, known) -> list[str]:
     """The words of a setting such as "norms,biases". Raises UserError for one that is not known."""
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -418,6 +438,21 @@ def layers_named(lora_targets: str) -> list[str]:
     chosen = listed("lora_targets", lora_targets, ["all", *LINEAR_LAYERS])
     require(chosen, "lora_targets is empty: set --lora_targets=all")
     return [name for name in LINEAR_LAYERS if name in chosen or "all" in chosen]
+
+
+def step_ranges(text: str) -> list[range]:
+    """The ranges of --skip_steps: "120:140,300:310" -> [range(119, 139), range(299, 309)].
+
+    The text counts steps from 1, as metrics.jsonl does; the ranges count from 0. Raises UserError.
+    """
+    ranges = []
+    for part in text.split(",") if text else []:
+        ends = re.fullmatch(r"\s*(\d{1,15}):(\d{1,15})\s*", part)
+        valid = ends and 0 < int(ends[1]) < int(ends[2])
+        example = "ranges such as 120:140, which is 120 to 139"
+        require(valid, f"skip_steps takes {example}, not {shown(part)}")
+        ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
+    return ranges
 
 
 def check_ranges(settings) -> None:
@@ -463,6 +498,9 @@ FOREIGN_NAMES = {
 # either; we write only the new one.
 RENAMED = {"checkpoint_every": "recompute_every"}
 
+# Settings that are gone: name -> why. Config files and saved settings may still have them.
+REMOVED = {"data_cache_gb": "a data set in a store is copied as a whole to --data_cache now"}
+
 # Keys that a checkpoint saves beside its settings.
 OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer", "base", "base_fingerprint"}
 
@@ -473,6 +511,8 @@ def unknown_key(key: str, source: str, names) -> str:
     if key == "weight_decay" and "decoupled_weight_decay" in names:
         fix = "decoupled_weight_decay = weight_decay * lr is the same decay here"
         return f"{message}: PyTorch multiplies it by lr, MPT does not. {fix}"
+    if key in REMOVED:
+        return f"{message}: {REMOVED[key]}"
     if key in ("tp", "pp"):
         return f"{message}: this program does not cut a model that way"
     near = nearest(key, names)
@@ -513,7 +553,7 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
         more = "[--key=value ...] (--help lists the settings)"
         taken, paths = [program.arguments(paths, takes, more)], []
 
-    of_a_run = types_of(MPTConfig, TrainConfig).keys()  # this program may have fewer
+    of_a_run = types_of(MPTConfig, TrainConfig).keys() | REMOVED  # this program may have fewer
     sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
     values = {}
     for settings in filter(None, [*sources, flags]):
@@ -657,7 +697,7 @@ def from_dict(cls: type, values: dict, source: str = "the saved settings"):
     """
     values = renamed(values)
     hints = types_of(cls)
-    usual = types_of(MPTConfig, TrainConfig, cls).keys() | OTHER_SAVED_KEYS
+    usual = types_of(MPTConfig, TrainConfig, cls).keys() | OTHER_SAVED_KEYS | REMOVED.keys()
     strange = [shown(key) for key in values if key not in usual]
     if strange:
         named = ", ".join(strange[:5]) + ", ..." * (len(strange) > 5)

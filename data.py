@@ -48,7 +48,7 @@ import config
 import program
 from config import TrainConfig
 from program import require
-from text.shards import Shard, raise_file_limit, read_summary, shard_files
+from text.shards import Shard, read_summary, shard_files
 
 
 class Split:
@@ -68,15 +68,12 @@ class Split:
     number of tokens that are learned. Of a chat, `text_bytes` counts the text of those alone.
     """
 
-    def __init__(self, folder, split: str, seq_len: int, shards=None):
-        """UserError if the folder has no shard of this split, or too few tokens for one window.
-
-        shards: those of a folder in a store, see text/stream.py.
-        """
-        raise_file_limit()
+    def __init__(self, folder: Path, split: str, seq_len: int):
+        """UserError if the folder has no shard of this split, or too few tokens for one window."""
+        program.raise_file_limit()  # each shard that is mapped is an open file
         self.folder = folder
         self.seq_len = seq_len
-        self.shards = shards or [Shard(path) for path in shard_files(folder, split)]
+        self.shards = [Shard(path) for path in shard_files(folder, split)]
         require(
             self.shards,
             f"no {split} shards in {folder} on {platform.node()}: every node must see this folder",
@@ -132,7 +129,9 @@ class Split:
         ~id stands for an id that is not learned: see `inputs_and_labels`.
         """
         rows = np.empty((len(window_ids), self.seq_len + 1), np.int64)
-        for row, shard_id, begin in zip(rows, *self.places(window_ids), strict=True):
+        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
+        begins = (window_ids - self.first_window[shard_ids]) * self.seq_len
+        for row, shard_id, begin in zip(rows, shard_ids, begins, strict=True):
             row[:] = self.shards[shard_id].ids[begin : begin + self.seq_len + 1]
         require(
             not len(rows) or plain_ids(rows).max() < self.vocab_size,
@@ -140,11 +139,6 @@ class Split:
             "delete it and run data.py again",
         )
         return rows
-
-    def places(self, window_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where these windows begin: (indices of shards, indices of tokens there)."""
-        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
-        return shard_ids, (window_ids - self.first_window[shard_ids]) * self.seq_len
 
     def batch(
         self, seed: int, step: int, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1
@@ -159,17 +153,13 @@ class Split:
 
     def rows(self, seed: int, samples: np.ndarray) -> np.ndarray:
         """The rows of these samples, (len(samples), seq_len + 1) int64."""
-        return self.windows(self.window_ids(seed, samples))
-
-    def window_ids(self, seed: int, samples: np.ndarray) -> np.ndarray:
-        """The windows of these samples, (len(samples),) int64."""
         epochs, positions = np.divmod(samples, len(self))
 
         window_ids = np.empty_like(positions)
         for epoch in np.unique(epochs):  # more than one if an epoch ends inside this batch
             in_epoch = epochs == epoch
             window_ids[in_epoch] = permute(positions[in_epoch], len(self), seed, int(epoch))
-        return window_ids
+        return self.windows(window_ids)
 
 
 class Mixture:
@@ -249,10 +239,10 @@ def n_evaluated(split, eval_tokens: int) -> int:
     return max(1, min(len(split), eval_tokens // split.seq_len))
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> list:
-    """The checked data folders of a training run: see text/prepare.py. Rank 0 alone calls it.
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> list[Path]:
+    """The checked data folders of a training run: one, or that of each source of a mixture.
 
-    One, which is a path or a `stream.StoredFolder`, or that of each source of a mixture.
+    Rank 0 alone calls it. See text/prepare.py, and of data in a store text/fetch.py.
     """
     from text import prepare  # here, since the other ranks do without
 
@@ -266,7 +256,7 @@ class Part(NamedTuple):
 
     name: str  # of the source; empty without a mixture
     share: float  # of the samples; 1 without a mixture
-    folder: Path | str  # of a store, its address
+    folder: Path
     train: Split
     val: Split
 
@@ -274,10 +264,10 @@ class Part(NamedTuple):
 class Dataset:
     """The data of a run: one prepared folder, or one for each source of a mixture."""
 
-    def __init__(self, folders: list, model_cfg: config.MPTConfig, cfg=None, world=None):
+    def __init__(self, folders: list[Path], model_cfg: config.MPTConfig, cfg=None):
         """UserError if an id exceeds the model's vocabulary, or a split is less than one window.
 
-        folders: what `open_or_prepare` returned. cfg: for a mixture; and world: for a store.
+        folders: what `open_or_prepare` returned. cfg: for a mixture.
         """
         length = model_cfg.max_seq_len
         mix = cfg.mix if cfg else []
@@ -286,21 +276,10 @@ class Dataset:
             from text import mixture  # here, since most runs do without
 
             named = [(source.name, source.share) for source in mixture.sources(mix)]
-        places, shards = folders, {"train": None, "val": None}
-        self.stream = None
-        if not isinstance(folders[0], Path):
-            from text.stream import Stream  # here, since most runs do without
-
-            self.stream = Stream(folders[0], cfg, world, length)
-            places, folders = [self.stream.url], [self.stream.folder]
-            shards = {split: self.stream.shards(split) for split in shards}
         self.parts = [
-            Part(name, share, p, *(Split(p, split, length, shards[split]) for split in shards))
-            for (name, share), p in zip(named, places, strict=True)
+            Part(name, share, p, Split(p, "train", length), Split(p, "val", length))
+            for (name, share), p in zip(named, folders, strict=True)
         ]
-        if self.stream:
-            val = self.parts[0].val
-            self.stream.keep(val, np.arange(n_evaluated(val, cfg.eval_tokens)))
         fingerprints = [read_summary(folder)["fingerprint"] for folder in folders]
         self.train = self.parts[0].train
         self.fingerprint = fingerprints[0]
@@ -321,8 +300,7 @@ class Dataset:
         n_ids = self.parts[0].train.vocab_size
         require(
             n_ids <= model_cfg.vocab_size,
-            f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {places[0]}: "
-            "raise it",
+            f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {folder}: raise it",
         )
 
     @property
@@ -338,18 +316,11 @@ class Dataset:
         thread reads the next ones while this rank trains.
         """
 
-        def window_ids(step: int, dp_rank: int) -> np.ndarray:
-            samples = samples_of(step, cfg.global_batch_size, dp_rank, world.dp_size)
-            return self.train.window_ids(cfg.seed, samples)
-
         def read(step: int) -> np.ndarray:
             return self.train.batch(
                 cfg.seed, step, cfg.global_batch_size, world.dp_rank, world.dp_size
             )
 
-        if self.stream:
-            steps = list(steps)
-            read = self.stream.ahead(read, self.train, window_ids, steps)
         return prefetch(read, steps, world.device)
 
 
@@ -440,6 +411,39 @@ def batch_hash(rows, dp_rank: int):
     places = torch.arange(rows.numel(), device=rows.device).view_as(rows) + dp_rank * rows.numel()
     mixed = (rows + 1) * (2 * places + 1) * 0x1E3779B97F4A7C15  # overflows on purpose
     return (mixed ^ (mixed >> 32)).sum()
+
+
+class Batch(NamedTuple):
+    """A rank's rows of a step, ready for training."""
+
+    microbatches: list  # [(ids, labels), ...], both (rows, T) int64
+    counts: object  # a tensor (2,): how many labels are learned, and the hash of the ids
+
+
+def make_batch(rows, cfg: TrainConfig, dp_rank: int) -> Batch:
+    """The batch of this rank's rows (B, T + 1), on their device.
+
+    The sums of its counts over the data-parallel ranks are those of the global batch.
+    """
+    import torch
+
+    counts = torch.stack([(rows[:, 1:] >= 0).sum(), batch_hash(rows, dp_rank)])
+    size = microbatch_rows(len(rows), cfg)
+    if cfg.compile is True:  # fill up the last microbatch: of these rows nothing is learned
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % size), value=~0)
+    return Batch([inputs_and_labels(part) for part in rows.split(size)], counts)
+
+
+def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:
+    """The rows of each microbatch that a rank cuts its n_rows into: at most cfg.microbatch_size.
+
+    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
+    few as otherwise: nine rows, eight at a time, are two times five.
+    """
+    if cfg.compile is not True:
+        return cfg.microbatch_size
+    n_microbatches = math.ceil(n_rows / cfg.microbatch_size)
+    return math.ceil(n_rows / n_microbatches)
 
 
 def prefetch(read_batch, steps, device):

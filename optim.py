@@ -11,20 +11,18 @@ used. As in MPT's recipes, all parameters are in one group: norms and biases dec
 
 To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer whose
 step takes `closure=None`, as PyTorch's do. It may have several parameter groups, such as one
-without decay, each with its own peak rate: every step multiplies all of them by the schedule's
-factor.
+without decay. A group whose peak rate is not lr says so as "peak_lr"; each step multiplies the peak
+by f_t.
 
 Run `python optim.py` to see the schedules.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 
 from config import TrainConfig
-from program import arguments, run
+from program import arguments, require, run
 
 # What `kind_of` says of AdamW, with which checkpoints that name no optimizer were saved.
 ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"
@@ -60,17 +58,20 @@ def clip_gradients(params, norm: torch.Tensor, max_norm: float) -> None:
     torch._foreach_mul_(parts, scale)
 
 
-@contextlib.contextmanager
-def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """A context in which each group's learning rate is `factor` times its own, the peak rate."""
-    peaks = [group["lr"] for group in optimizer.param_groups]
+def peak_rate(group: dict, cfg: TrainConfig):
+    """The learning rate of a parameter group at the schedule's peak."""
+    return group.get("peak_lr", cfg.lr)
+
+
+def require_peak_rates(optimizer: torch.optim.Optimizer, cfg: TrainConfig) -> None:
+    """UserError if a group has another rate than cfg.lr, which no step would use."""
     for group in optimizer.param_groups:
-        group["lr"] = factor * group["lr"]  # not in place: a rate may be a tensor
-    try:
-        yield
-    finally:
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak
+        rate = float(group["lr"])
+        require(
+            "peak_lr" in group or math.isclose(rate, cfg.lr, rel_tol=1e-6),
+            f"a parameter group has lr {rate:g}, which no step would use: set its peak_lr, too, in "
+            "optim.py::build_optimizer",
+        )
 
 
 def step_if_good(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:

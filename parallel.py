@@ -28,7 +28,6 @@ one. Those of the same stage and tp_rank have a mesh of their own, and shard wha
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator
 
 import torch
@@ -101,7 +100,9 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
 
         lora.draw(model, cfg.seed)
     trained = [param for param in model.parameters() if param.requires_grad]
-    return model, optim.build_optimizer(trained, cfg)
+    optimizer = optim.build_optimizer(trained, cfg)
+    optim.require_peak_rates(optimizer, cfg)
+    return model, optimizer
 
 
 def put_adapters_on(model: MPT, cfg: TrainConfig, precision: str) -> None:
@@ -272,18 +273,6 @@ def attention_of(model_cfg: MPTConfig, device: torch.device, precision: str) -> 
     )
 
 
-def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:
-    """The rows of each microbatch that a rank cuts its n_rows into: at most cfg.microbatch_size.
-
-    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
-    few as otherwise: nine rows, eight at a time, are two times five.
-    """
-    if cfg.compile is not True:
-        return cfg.microbatch_size
-    n_microbatches = math.ceil(n_rows / cfg.microbatch_size)
-    return math.ceil(n_rows / n_microbatches)
-
-
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """A context for forward passes: matmuls in bf16, or everything in fp32."""
     is_bf16 = precision == "bf16"
@@ -309,6 +298,18 @@ def seed_dropout(cfg: TrainConfig, step: int, world) -> None:
     tp_rank = world.tp_rank if cfg.sequence_parallel else 0
     name = f"dropout of step {step}, ranks dp {world.dp_rank}, tp {tp_rank}, pp {world.pp_rank}"
     torch.manual_seed(seeded(cfg.seed, name).initial_seed())
+
+
+@contextlib.contextmanager
+def computing_in(precision: str, model: MPT, n_microbatches: int) -> Iterator[torch.autocast]:
+    """A context for the forward and backward passes of a step. Yields that of each forward pass.
+
+    Around a backward pass autocast must not be on: our own autograd functions would compute in
+    another dtype than in their forward pass.
+    """
+    device = next(model.parameters()).device
+    with weights_cast_once(model, precision, n_microbatches):
+        yield autocast(device, precision)
 
 
 @contextlib.contextmanager

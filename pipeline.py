@@ -315,7 +315,7 @@ def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, bef
 
     As fsdp_train.forward_backward, for one stage. A collective of the stages; each gets the sum.
 
-    autocast(): a context for forward passes. before_microbatch(last): parallel.py's.
+    autocast: a context for each forward pass. before_microbatch(last): parallel.py's.
     """
     loss_sum = torch.zeros((), device=world.device)
     # microbatch -> (x, the node of the graph at which its backward begins). The node keeps the
@@ -323,14 +323,14 @@ def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, bef
     kept = {}
 
     def empty(i):
-        with autocast():
+        with autocast:
             return model.empty_hidden_states(microbatches[i][0])
 
     def forward(i, x):
         ids, labels = microbatches[i]
         if x is not None:
             x.requires_grad_()
-        with record_function("forward"), autocast():
+        with record_function("forward"), autocast:
             y = model(ids, labels=labels, z_loss=z_loss, x=x)
         if not model.pipe.is_last:
             kept[i] = x, get_gradient_edge(y)

@@ -336,6 +336,27 @@ def rank_zero_decides(decide):
     return together(decide, on=0)
 
 
+def each_node_does(action, world: World) -> None:
+    """`action()` on one rank of each node, for as long as that takes. A collective.
+
+    If it fails on one of them, every rank gets its UserError.
+    """
+    if world.global_size == 1:
+        return action()
+    group = new_group(timedelta(days=7))  # in which the others wait
+    problem = None
+    if world.local_rank == 0:
+        try:
+            action()
+        except (UserError, OSError) as error:
+            problem = error if isinstance(error, UserError) else UserError(str(error))
+            problem.on_all_ranks = True
+    problems = [None] * world.global_size
+    dist.all_gather_object(problems, problem, group=group)
+    for problem in filter(None, problems):
+        raise problem
+
+
 def all_max(numbers: list[float], world: World) -> list[float]:
     """The largest of each number over all ranks. A collective of the CPUs: no GPU waits."""
     largest = torch.tensor(numbers, dtype=torch.float64)

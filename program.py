@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shlex
 import signal
 import sys
@@ -522,6 +523,15 @@ def end_torchrun() -> None:
         parent = os.getppid()
         if restarts_left > 0 and number("LOCAL_RANK") == 0 and parent > 1:
             os.kill(parent, signal.SIGTERM)
+
+
+def raise_file_limit() -> int:
+    """Raise this process's limit of open files as far as it may. Returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 2**20) if hard != resource.RLIM_INFINITY else 2**20
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
 
 
 def end_with_parent() -> None:

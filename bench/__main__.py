@@ -13,7 +13,6 @@ import program
 if __name__ == "__main__":  # before PyTorch is imported, as fsdp_train.py does
     program.sleep_while_waiting()
 
-import ast
 import difflib
 import importlib
 import sys
@@ -22,9 +21,14 @@ from pathlib import Path
 from program import require
 
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
-NAMES = "train compare machine attention generate serve beside".split()
+NAMES = "train compare machine attention serve beside".split()
 # These are started and ended by processes.run, all others by program.run.
 OF_MANY_RANKS = ("train", "machine", "attention")
+# Names of earlier versions, and what one types now.
+MOVED = {
+    "first_night": "bash slurm/first_night.sh",
+    "generate": "python -m bench serve --shapes=512x8,768x12",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -34,7 +38,7 @@ def main(argv: list[str]) -> None:
     list_hint = "python -m bench --help lists the names"
     require(argv, f"usage: python -m bench NAME [config] [--key=value] ({list_hint})")
     name, *arguments = argv
-    require(name != "first_night", "first_night is a script now: bash slurm/first_night.sh")
+    require(name not in MOVED, f"{name} has moved: {MOVED.get(name)}")
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else list_hint
     require(name in NAMES, f"no benchmark {program.shown(name)}, {hint}")
@@ -47,11 +51,12 @@ def main(argv: list[str]) -> None:
 
 def listing() -> str:
     """The names, each with the first line of its file's docstring."""
-    lines = []
+    lines = ["benchmarks:"]
     for name in NAMES:
-        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        lines.append(f"  {name:<13} {ast.get_docstring(ast.parse(source)).splitlines()[0]}")
-    return "\n".join(["benchmarks:", *lines])
+        with open(Path(__file__).with_name(f"{name}.py"), encoding="utf-8") as file:
+            first_line = file.readline().strip('"\n')
+        lines.append(f"  {name:<13} {first_line}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

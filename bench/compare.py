@@ -5,16 +5,17 @@
 
     efficiency of n ranks = tokens/s of a device at n ranks / tokens/s of a device at the fewest
 
-One table has the columns of LLM Foundry's benchmark tables, so that rows compare with the published
-throughput of MPT. Another has what those lack: turns, memory. Rows that differ only in their number
-of ranks, and so in the batch, show how a run scales. Nothing is measured here.
+The table has the columns of LLM Foundry's benchmark tables, so that rows compare with the published
+throughput of MPT, and what those lack: turns, memory. Rows that differ only in their number of
+ranks, and so in the batch, show how a run scales. Nothing is measured here.
 """
 
+import csv
 import math
+import os
 from pathlib import Path
 
 import program
-from planning.fleet import PUBLISHED_MI250
 from program import require
 from storage import files
 
@@ -42,13 +43,11 @@ FOUNDRY_PRECISION = {"bf16": "amp_bf16"}
 FOUNDRY_CHECKPOINTING = {"none": "False", "full": "True"}
 
 # MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards.
-PUBLISHED_TEXT = (
-    "Published, to compare with: MosaicML's MPT-7B on the MI250, strong scaling, "
-    f"global batch 1536: {PUBLISHED_MI250[4]} TFLOP/s a card on 4 cards, "
-    f"{PUBLISHED_MI250[128]} on 128 (45.9 % and 43.9 % of 362): "
-    f"an efficiency of {PUBLISHED_MI250[128] / PUBLISHED_MI250[4]:.1%}. "
-    "A card is two torch devices."
-)
+PUBLISHED_TEXT = """
+Published, to compare with: MosaicML's MPT-7B on the MI250, strong scaling, global batch 1536: 166
+TFLOP/s a card on 4 cards, 159 on 128 (45.9 % and 43.9 % of 362): an efficiency of 95.8%. A card is
+two torch devices.
+""".strip()
 MORE_SIZES_TEXT = """
 To see how a run scales, repeat it with the same settings and more ranks: over nodes by
 `sbatch --nodes=4 slurm/scaling.sbatch CONFIG`, or on one machine, for N = 1, 2, 4, ..., by
@@ -64,6 +63,22 @@ def read(path) -> list[dict[str, str]]:
     fix = f"python -m bench train CONFIG {program.shell(f'--out={path}')} makes one"
     require(Path(path).is_file(), f"no file {str(path)!r}: {fix}")
     return files.read_csv(path, COLUMNS, "a CSV of bench train")
+
+
+def append(path: str, row: dict) -> None:
+    """Add a row to a CSV. A new one begins with the names of the columns.
+
+    UserError if the file has other columns.
+    """
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "a+", newline="") as file:
+        file.seek(0)
+        heads = next(csv.reader(file), None)
+        require(heads in (None, list(row)), f"{path} has other columns: name another file")
+        writer = csv.DictWriter(file, list(row))
+        if not heads:
+            writer.writeheader()
+        writer.writerow(row)
 
 
 def measured(rows: list[dict[str, str]], source: str) -> list[dict]:
@@ -111,26 +126,21 @@ def markdown(rows: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in safe_lines)
 
 
-def model_of(row: dict) -> str:
-    """The model of a row and its sequences."""
-    return f"{row['model']} at {row['max_seq_len']} tokens"
-
-
-def settings_of(row: dict) -> str:
-    """The usual settings of a row, in words."""
-    checkpointing = f"checkpointing {row['activation_checkpointing']}"
-    microbatch = f"microbatch {row['microbatch_size']}"
-    return ", ".join([row["precision"], row["sharding"], checkpointing, microbatch])
-
-
 # --- All rows
 
 
-def foundry_cells(row: dict) -> dict:
-    """A row as in LLM Foundry's benchmark tables; speeds are of all devices, TFLOP/s of one."""
+def cells(name: str, row: dict, base: float) -> dict:
+    """A row of the table: its name, ours, LLM Foundry's. Speeds are of all devices, TFLOP/s of one.
+
+    base: tokens/s of the first row.
+    """
     rate = row["tokens_per_second"]
     checkpointing = row["activation_checkpointing"]
     return {
+        "row": name,
+        "fastest / slowest turn": " / ".join(shown(row[k], ".0f") for k in ("fastest", "slowest")),
+        "first row = 1": f"{rate / base:.2f}",
+        "peak GB": shown(row["memory_gb"], ".2f"),
         "Model": row["model"],
         "SeqLen (T)": row["max_seq_len"],
         "# GPUs": row["ranks"],
@@ -154,19 +164,6 @@ def foundry_cells(row: dict) -> dict:
     }
 
 
-def our_cells(name: str, row: dict, base: float) -> dict:
-    """What LLM Foundry's tables have no column for. base: tokens/s of the first row."""
-    rate = row["tokens_per_second"]
-    turns = [shown(row["fastest"], ",.0f"), shown(row["slowest"], ",.0f")]
-    return {
-        "row": name,
-        "tokens/s": f"{rate:,.0f}",
-        "fastest / slowest turn": " / ".join(turns),
-        "first row = 1": f"{rate / base:.2f}",
-        "peak GB": shown(row["memory_gb"], ".2f"),
-    }
-
-
 def names_of(rows: list[dict]) -> list[str]:
     """A name for each row, made of the settings in which the rows differ."""
     # What `auto` means may be unknown for a row that failed, so only the others' values count.
@@ -186,21 +183,17 @@ def names_of(rows: list[dict]) -> list[str]:
 
 
 def tables(rows: list[dict[str, str]], source: str) -> str:
-    """Markdown: both tables, and a list of the rows that could not be measured."""
-    names, failed = [], []
-    for name, row in zip(names_of(rows), rows, strict=True):
-        if row["status"] == "ok":
-            names.append(name)
-        else:
-            failed.append(f"- not measured: {name}: {row['status']}")
-    if not names:
-        return "\n".join(failed)
-
-    good = measured(rows, source)
-    base = good[0]["tokens_per_second"]
-    ours = [our_cells(name, row, base) for name, row in zip(names, good, strict=True)]
-    foundry = [foundry_cells(row) for row in good]
-    return "\n\n".join([markdown(ours), markdown(foundry), *failed])
+    """Markdown: a table of all rows, and a list of those that could not be measured."""
+    named = list(zip(names_of(rows), rows, strict=True))
+    names = [name for name, row in named if row["status"] == "ok"]
+    failed = [(name, row["status"]) for name, row in named if row["status"] != "ok"]
+    parts = [f"- not measured: {name}: {status}" for name, status in failed]
+    if names:
+        good = measured(rows, source)
+        base = good[0]["tokens_per_second"]
+        lines = [cells(name, row, base) for name, row in zip(names, good, strict=True)]
+        parts = [markdown(lines), *parts]
+    return "\n\n".join(parts)
 
 
 # --- Over numbers of ranks
@@ -218,7 +211,7 @@ def scalings(rows: list[dict]) -> dict[str, list[dict]]:
         weak = f"Weak scaling, {row['global_batch_size'] / row['ranks']:g} sequences a rank"
         same_settings = [row[name] for name in USUAL + OTHERS]
         for kind in (strong, weak):
-            key = (kind, model_of(row), *same_settings)
+            key = (kind, row["model"], row["max_seq_len"], *same_settings)
             groups.setdefault(key, []).append(row)
 
     found = {}
@@ -231,11 +224,12 @@ def scalings(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def headline(row: dict, rows: list[dict]) -> str:
-    """The model of a row, its usual settings, and others in which rows of the model differ."""
-    alike = [other for other in rows if model_of(other) == model_of(row)]
-    differ = [name for name in OTHERS if len({other[name] for other in alike}) > 1]
-    parts = [model_of(row), row["device"], settings_of(row)]
-    return ", ".join(parts + [f"{name} {row[name]}" for name in differ])
+    """The model of a row, its usual settings, and others in which rows differ."""
+    differ = [name for name in OTHERS if len({other[name] for other in rows}) > 1]
+    parts = [f"{row['model']} at {row['max_seq_len']} tokens", row["device"], row["precision"]]
+    parts += [row["sharding"], f"checkpointing {row['activation_checkpointing']}"]
+    parts += [f"{name} {row[name]}" for name in ["microbatch_size", *differ]]
+    return ", ".join(parts)
 
 
 def efficiencies(members: list[dict]) -> list[float]:

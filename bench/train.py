@@ -13,21 +13,17 @@ own, and one that runs out of memory does not stop the others. With --alternate 
 so that other load on the machine slows all of them. The data are random tokens; figures are medians
 over the turns. `python -m bench beside` lets other people's programs take turns with ours.
 
-With --out, the rows are kept in a CSV, with tables (.md) beside it. Use one CSV for each machine.
-A row whose command is in the CSV already is not measured again. `python -m bench compare` shows a
-CSV.
+With --out, the rows are kept in a CSV. Use one for each machine. A row whose command is in the CSV
+already is not measured again. `python -m bench compare` shows a CSV.
 
-Under torchrun all rows share their processes. So on a CPU only the first row's peak memory is its
-own, and a row that runs out of memory ends the program. With --max-restarts, torchrun starts it
-again, and it continues with the next row.
+Under torchrun a launch measures one row, in its processes, and one that fails is not kept: start it
+once for each.
 
 --profile=trace keeps a trace of two more steps, trace-1.json of the first row, for ui.perfetto.dev:
 where the time of data, forward, backward and optimizer goes, kernel by kernel.
 """
 
-import csv
 import datetime
-import gc
 import itertools
 import math
 import os
@@ -51,7 +47,7 @@ import processes
 import program
 from bench import compare
 from config import MPTConfig, TrainConfig
-from launch.pool import Pool, PoolError, described
+from launch.pool import Pool, PoolError
 from lifecycle import compiling, runlog
 from program import require
 
@@ -173,30 +169,13 @@ class Launched:
     """The ranks that torchrun or srun has started, called as a Pool is."""
 
     def __init__(self, start, *args):
-        self.state = self.attempt(start, *args)
+        self.state = start(*args)
 
     def __call__(self, function, *args) -> list:
-        """function(state, *args) of all ranks. PoolError if it fails here."""
-        answer = self.attempt(function, self.state, *args)
+        """function(state, *args) of all ranks."""
         answers = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, answer)
+        dist.all_gather_object(answers, function(self.state, *args))
         return answers
-
-    def attempt(self, function, *args):
-        """Call a function; its exceptions become PoolError."""
-        try:
-            return function(*args)
-        except Exception as error:
-            raise PoolError(*described(error)) from error
-
-    def stop(self) -> None:
-        """Free the memory of the row, and what was compiled for it."""
-        self.state = None
-        gc.collect()
-        torch.compiler.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
 
 def launched() -> int:
@@ -328,7 +307,8 @@ class Row:
         answers = self.call(Step.describe) if self.is_ok() else None
         if not answers:
             return
-        self.pool.stop()
+        if not launched():
+            self.pool.stop()
 
         rank_0 = answers[0]
         for key in ("device", "nodes", "precision", "compile", "attn_impl"):
@@ -373,8 +353,8 @@ def groups(argv: list[str]) -> list[list[Row]]:
             base, model = SHAPE, ""
         rows.append(Row(len(rows) + 1, base + flags + swept, model))
 
-    message = "under torchrun rows cannot take turns: run it without torchrun"
-    require(not (args.alternate and launched()), message)
+    message = "under torchrun a launch measures one row: start it once for each"
+    require(len(rows) == 1 or not launched(), message)
     return [rows] if args.alternate else [[row] for row in rows]
 
 
@@ -393,7 +373,7 @@ def combinations(sweep: str) -> list[list[str]]:
 
 
 def main(argv) -> None:
-    """Measure the rows that are not in the CSV yet, then print tables of all rows asked for."""
+    """Measure the rows that are not in the CSV yet, then print a table of all rows asked for."""
     wanted = groups(argv)
     args = wanted[0][0].args
     kept = compare.read(args.out) if os.path.exists(args.out) else []
@@ -409,7 +389,9 @@ def main(argv) -> None:
             measure(new)
         lines += [known[row] or as_text(row.columns) for row in group]
     if program.rank() == 0:
-        report(lines, argv, args)
+        print(f"{how_measured(argv, args)}\n\n{compare.tables(lines, args.out or 'the results')}")
+        any_ok = any(line["status"] == "ok" for line in lines)
+        require(any_ok, f"nothing could be measured: {lines[0]['status']}")
 
 
 def as_text(columns: dict) -> dict[str, str]:
@@ -431,44 +413,8 @@ def measure(rows: list[Row]) -> None:
     for row in rows:
         if row.is_ok():
             row.finish()
-        keep(row, rank)
-        if launched() and not row.is_ok():  # the ranks may be in different collectives now
-            message = f"{row.columns['model']}: start again to continue with the other rows"
-            print(message, file=sys.stderr)
-            raise SystemExit(program.RESUME_ME)
-
-
-def keep(row: Row, rank: int) -> None:
-    """Rank 0 adds the row to the CSV; another rank only adds a failure that rank 0 has not.
-
-    So an error that only one rank has is recorded too, and a restart skips the row.
-    """
-    path = row.args.out
-    if not path or (rank > 0 and row.is_ok()):
-        return
-    if rank > 0:
-        time.sleep(3)  # rank 0 may add the same failure
-        if os.path.exists(path) and row.is_in(compare.read(path)):
-            return
-
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    is_new = not os.path.exists(path)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, list(row.columns))
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row.columns)
-
-
-def report(lines: list[dict[str, str]], argv: list[str], args: BenchArgs) -> None:
-    """Print the tables; with --out, also write them. UserError if no row is ok."""
-    tables = compare.tables(lines, args.out or "the results")
-    text = f"{how_measured(argv, args)}\n\n{tables}"
-    print(text)
-    if args.out:
-        Path(args.out).with_suffix(".md").write_text(text + "\n")
-    any_ok = any(line["status"] == "ok" for line in lines)
-    require(any_ok, f"nothing could be measured: {lines[0]['status']}")
+        if row.args.out and rank == 0:
+            compare.append(row.args.out, row.columns)
 
 
 def how_measured(argv: list[str], args: BenchArgs) -> str:

@@ -52,7 +52,7 @@ wavefront of an AMD Instinct has 64 threads, and a compute unit of an MI250 or M
 shared memory (LDS) where an H100 has 227, so AMD gets smaller blocks, and mostly one pipeline
 stage.
 
-    python -m gpu_kernels.flash_attention           compare with float64; on a GPU also speeds
+    python -m gpu_kernels.flash_attention           compare with float64
     python -m gpu_kernels.flash_attention --tune    time launch settings, print rows for the table
                                                     (--tune=64, --tune=128: of one head dim)
 
@@ -64,9 +64,7 @@ Dao, FlashAttention-2 (2023), algorithms 1 and 2; Press et al., ALiBi (2021), se
 import functools
 import math
 import os
-import subprocess
 import sys
-import tempfile
 
 import torch
 import torch.nn.functional as F
@@ -838,16 +836,6 @@ def main(argv) -> None:
     if argv:
         return tune(torch.device("cuda"), TUNED[argv[0]])
     demonstrate("cuda" if has_gpu else "cpu")
-    if has_gpu and not INTERPRETED.value:
-        print_speeds()
-
-
-def print_speeds() -> None:
-    """Run `python -m bench attention` for two lengths."""
-    command = [sys.executable, "-m", "bench", "attention"]
-    command += ["--head_dims=128", "--lengths=1024,4096"]
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*command, f"--out={folder}"], check=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ A row of the table is (BLOCK_M, BLOCK_N, num_warps, num_stages), on AMD also wav
                        memory
     waves_per_eu       wavefronts per SIMD unit that the compiler makes room for: more of them
                        means fewer registers for each. The compiler may cap occupancy below
-                       what the registers allow: `python -m gpu_kernels.compiled` shows it
+                       what the registers allow
 
 A kernel that runs out of registers spills them to memory in its inner loop, which is slow. The rows
 below spill nothing, or the few bytes that tests/gpu_kernels/test_launch_table.py allows: the test
@@ -24,8 +24,6 @@ Two rows were the fastest `candidates` on an H200 on 2026-11-28: sm_90, heads of
 spills 56 bytes, and is faster all the same. The other rows are the largest blocks that passed the
 test. sm_90's have run on that H200, but beside no others; the rest was compiled, never timed.
 `python -m gpu_kernels.flash_attention --tune` times candidates, and prints rows for this table.
-
-Run `python -m gpu_kernels.launch_table` to print the table.
 """
 
 import functools
@@ -34,7 +32,7 @@ import sys
 
 import torch
 
-from program import arguments, require, run
+from program import require
 
 PASSES = ("forward", "dq", "dkdv")
 ROWS = [  # architecture, largest head dim, and a row for each pass
@@ -187,17 +185,3 @@ def fastest(name: str, launch, time_of) -> tuple:
         flush=True,
     )
     return best
-
-
-def demonstrate(argv) -> None:
-    """Print the table."""
-    arguments(argv)
-    for (arch, dim), passes in LAUNCH.items():
-        rows = "  ".join(f"{pass_name} {row}" for pass_name, row in passes.items())
-        print(f"{arch:7s} heads up to {dim:3d}  {rows}")
-    for arch, owner in SAME_ROWS.items():
-        print(f"{arch:7s} as {owner}")
-
-
-if __name__ == "__main__":
-    run(demonstrate)

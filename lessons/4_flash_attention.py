@@ -383,8 +383,15 @@ show("interpreter", reason=pictures.why_no_interpreter())
 # ## Compiled for an MI250 and an H100
 #
 # A compiler needs no GPU. Triton's wheel holds those of AMD (LLVM) and NVIDIA (ptxas), and
-# gpu_kernels/compiled.py::for_chip makes each launch compile for a named chip. The binary
-# then says what it takes. Two things are scarce on a chip:
+# `triton.compile` takes the name of a chip. This is one_block_kernel for two of them: its
+# two `tl.dot` become matrix instructions of the chip, an mfma on AMD's, a wgmma on the H100.
+
+# %%
+missing = "" if importlib.util.find_spec("triton") else "Triton is not installed"
+show("compiled", "compile", reason=missing)
+
+# %% [markdown]
+# A binary also says what it takes. Two things are scarce on a chip:
 #
 #   registers       each thread keeps its part of q, o, m, l, s and p there. If they do not
 #                   suffice, the compiler spills: it moves some to memory, in the inner loop
@@ -393,24 +400,25 @@ show("interpreter", reason=pictures.why_no_interpreter())
 #
 # One program runs on one block of threads ("block" is NVIDIA's word here; AMD says
 # workgroup). The last column says how many of them a unit of the chip (a CU of AMD's, an SM
-# of NVIDIA's) can hold at once. While one waits for memory, another can compute.
-
-# %%
-missing = "" if importlib.util.find_spec("triton") else "Triton is not installed"
-show("compiled", "compile", reason=missing)
-
-# %% [markdown]
+# of NVIDIA's) can hold at once. While one waits for memory, another can compute. The
+# project's forward, bf16, heads of 64, compiled by Triton 3.7.1:
+#
+#     queries x keys       registers  spilled bytes   KB shared  blocks of a unit
+#     MI250: 128 x 64            235              0    16 of 64                 2
+#     H100: 128 x 128            234              0  112 of 227                 1
+#     MI250: 128 x 128           256            392    96 of 64                 0
+#
 # One source, two chips, and different block sizes: that is what gpu_kernels/launch_table.py
-# is for. With the H100's 128 x 128, heads of 64, the MI250 lacks registers (it takes all
+# is for. With the H100's 128 x 128 (the last line), the MI250 lacks registers (it takes all
 # 256 of a thread and spills 392 bytes) and shared memory (96 KB of 64: the kernel could not
-# start). These are the figures of lessons/4_triton.txt; the last line above has yours.
+# start).
 #
 # More registers a thread mean fewer blocks of threads on a unit. That is a choice, not a
 # fault: a large block of queries reads k and v less often, and several stages (blocks of k
 # and v on their way while another is multiplied) hide the memory from a single block of
 # threads, too. The H100's settings do that; the MI250's have one stage and rely on the
-# second block of threads. `python -m gpu_kernels.compiled --chips=sm_90,gfx942` prints this
-# for all three kernels.
+# second block of threads. bench/results/kernels.md has these figures of all three kernels on
+# every chip, and tests/gpu_kernels/compiled.py is how the tests read them from a binary.
 #
 # What you have not seen: speed. The interpreter shows no race between threads; a compiled
 # kernel tells what limits it, not how long it takes. The docstring of launch_table.py says

@@ -6,24 +6,27 @@
 `one_block_kernel` has no heads, no batch and no mask except for the end of the sequence. It walks
 over blocks of keys and keeps, for each query, the largest score m, the sum l of exp(score - m), and
 the sum o of exp(score - m) * v. The project's kernel, gpu_kernels/flash_attention.py, has the same
-loop; the program runs it, too, and compiles it. Lesson 4 shows what this program prints.
+loop; the program runs it, too. Lesson 4 shows what this program prints.
 """
 
 # ruff: noqa: E741 (`l` is the name in the papers)
 
 import os
 import platform
+import re
 import sys
 
 import torch
 
 import program
-from gpu_kernels import compiled, flash_attention, launch_table
+from gpu_kernels import flash_attention
 from program import require
 
 try:
     import triton
     import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 except ImportError as missing:
     raise ImportError("lessons/one_block.py needs triton, which runs on Linux") from missing
 
@@ -112,42 +115,26 @@ def one_block_error(dtype) -> float:
 # --------------------------------------------------------------------------------------------------
 # Compiled for a GPU that is not here
 
-CHIPS = {"MI250": "gfx90a", "H100": "sm_90"}
-HEADS = ("queries x keys", "registers", "spilled bytes", "KB shared", "blocks of a unit")
-D = 64
+# For each chip: what Triton compiles for, the name of its assembly, and its matrix instructions.
+CHIPS = {
+    "MI250": (GPUTarget("hip", "gfx90a", 64), "amdgcn", r"v_mfma_\S+"),
+    "H100": (GPUTarget("cuda", 90, 32), "ptx", r"wgmma\.mma_async\S+"),
+}
+SIZES = {"D": 64, "BLOCK_M": 128, "BLOCK_N": 64}
 
 
 def compile_for_gpus() -> None:
-    """Print what the project's forward takes on an MI250 and an H100. UserError if it errs.
-
-    registers: of a thread. KB shared: of a block of threads. blocks: that a unit can hold.
-    """
-    print(f"compiled, not run, bf16, heads of {D}: {versions()}\n")
-    rows = [row_of("MI250", "MI250"), row_of("H100", "H100"), row_of("MI250", "H100")]
-    require(0 not in (rows[0][-1], rows[1][-1]), f"the forward over heads of {D} does not fit")
-    *_, spilled, _, blocks = rows[2]
-    require(blocks == 0 or spilled, "the H100's settings suit an MI250: lesson 4 errs")
-    print(program.table(HEADS, rows))
-    print("The last line is the MI250 with the H100's settings; 0 blocks: it could not start.")
-
-
-def row_of(chip: str, settings_of: str) -> tuple:
-    """The project's forward on a chip, with the launch settings of one, as a row of the table.
-
-    The last cell: None if this Triton has no tool that reads it.
-    """
-    arch = CHIPS[chip]
-    settings = launch_table.row_for(CHIPS[settings_of], D, "forward", torch.bfloat16)
-    q = torch.empty(1, 256, 4, D, dtype=torch.bfloat16).transpose(1, 2)
-    tensors = {"q": q, "k": q, "v": q, "out": q, "lse": torch.empty(1, 4, 256)}
-    tensors |= {"slopes": torch.ones(4), "bounds": None}
-    with compiled.for_chip(arch, flash_attention) as binaries:
-        flash_attention.launch("forward", tensors, True, D**-0.5, settings)
-    facts, limits = compiled.facts(binaries["forward_kernel"]), compiled.LIMITS[arch]
-    shared = f"{facts.shared / compiled.KB:.4g} of {limits.shared_block // compiled.KB}"
-    blocks = None if facts.taken is None else compiled.occupancy(limits, facts).blocks
-    label = f"{chip}: {settings[0]} x {settings[1]}"
-    return label, facts.registers, facts.spilled or 0, shared, blocks
+    """Print what `one_block_kernel` becomes on an MI250 and an H100. UserError if it errs."""
+    print(f"compiled, not run, fp16, {SIZES}: {versions()}\n")
+    types = dict.fromkeys(("q", "k", "v", "out"), "*fp16") | {"n_keys": "i32", "scale": "fp32"}
+    source = ASTSource(one_block_kernel, types | dict.fromkeys(SIZES, "constexpr"), SIZES)
+    rows = []
+    for chip, (target, kind, pattern) in CHIPS.items():
+        binary = triton.compile(source, target=target, options={"num_warps": 8})
+        found = re.findall(pattern, binary.asm[kind])
+        require(found, f"no matrix instructions for the {chip}: lesson 4 errs")
+        rows.append((f"{chip}: {kind}", f"{binary.metadata.shared / 1024:g}", len(found), found[0]))
+    print(program.table(("chip: assembly", "KB shared", "matrix instructions", "the first"), rows))
 
 
 # --------------------------------------------------------------------------------------------------

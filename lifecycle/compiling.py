@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+import data
 import parallel
 import program
 from config import MPTConfig, TrainConfig
@@ -74,7 +75,7 @@ def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     if cfg.microbatch_size == "auto":
         cfg = replace(cfg, microbatch_size=2)
     rows_of_rank = cfg.global_batch_size // world.dp_size
-    n_rows = parallel.microbatch_rows(rows_of_rank, cfg)
+    n_rows = data.microbatch_rows(rows_of_rank, cfg)
     n_layers = min(2, cfg.recompute_every)  # the first is recomputed, the second is not
     with world.device:
         model = MPT(replace(model_cfg, n_layers=n_layers, vocab_size=1))

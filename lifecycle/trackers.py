@@ -7,11 +7,11 @@ A server that refuses or hangs blocks its library for minutes. So each tracker h
 reads metrics.jsonl and which the run never waits for, except for a few seconds at its end. What
 fails is one line in the output of the run, and is tried again every minute.
 
-A tracker gets each step once, whatever was killed, and a run that resumes goes on with its curve:
-the record keeps the name of the curve and the last step that was sent. Steps that a run repeats
-after it went back to a checkpoint are not sent again; metrics.jsonl has the figures that count. A
-step is sent as a whole, with its evaluation: when a later one has begun, or its checkpoint is there
-and no evaluation is missing, as after a stop.
+A run that resumes goes on with its curve: the record keeps its name and the last step that has
+surely arrived. Steps that a run repeats after it went back to a checkpoint are not sent again;
+metrics.jsonl has the figures that count. After kill -9 the steps of the last two minutes may come
+twice in MLflow and trackio. A step is sent with its evaluation: when a later one has begun, which
+may be in the next start, or at the end of the run.
 
 The libraries' own variables say where the curves go: WANDB_API_KEY, WANDB_PROJECT, WANDB_NAME,
 WANDB_MODE=offline; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME; TRACKIO_SPACE_ID.
@@ -21,7 +21,6 @@ Run `python -m lifecycle.trackers runs/demo --track=wandb` to send what is not s
 --follow it goes on until Ctrl-C.
 """
 
-import collections
 import contextlib
 import importlib.util
 import json
@@ -38,18 +37,18 @@ from pathlib import Path
 
 import config
 import program
-from config import TRACKERS, TrainConfig
-from lifecycle.cadence import Cadence
+from config import TRACKERS
 from program import UserError, require
 from storage import files
 
 ROOT = Path(__file__).parent.parent
 POLL = 5  # seconds between two looks at metrics.jsonl
 RETRY = 60  # seconds until a tracker that failed is tried again
+SURELY_ARRIVED = 60  # seconds; some libraries write what they are sent half a minute later
 LAST_SECONDS = 10  # how long a tracker may take for the last steps, when the run has ended
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny"}  # others have their own name
 MODULES = {"tensorboard": "tensorboardX"}
-MOST_METRICS, MOST_PARAMS = 1000, 100  # what MLflow takes in one request
+MOST_METRICS = 1000  # what MLflow takes in one request
 NOT_IN_MLFLOW = re.compile(r"[^\w/. -]")  # characters that names of figures may not have there
 SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the names of environment variables
 
@@ -118,29 +117,18 @@ class Steps:
     """The steps in metrics.jsonl, which grows; the rows of a step are one dict of numbers."""
 
     def __init__(self, run: Path):
-        self.run = run
         self.tail = files.Tail(run / "metrics.jsonl")
         self.found = {}  # step -> numbers
 
-    def above(self, last: int) -> list[tuple[int, dict]]:
-        """(step, numbers) of the complete steps after `last`, in order."""
+    def above(self, last: int, max_steps: int) -> list[tuple[int, dict]]:
+        """(step, numbers) of the steps after `last`, in order, without the newest.
+
+        An evaluation may still be added to that, if it is not the end of the run at max_steps.
+        """
         self.read()
         self.found = {step: self.found[step] for step in sorted(self.found) if step > last}
         newest = max(self.found, default=0)
-        is_saved = (self.run / "checkpoints" / f"step-{newest}").is_dir()
-        is_whole = is_saved and not self.lacks_evaluation(newest)
-        return [item for item in self.found.items() if item[0] < newest or is_whole]
-
-    def lacks_evaluation(self, step: int) -> bool:
-        """Whether an evaluation after this step is due and not there yet."""
-        settings = files.read_json(self.run / "config.json")
-        intervals = ("max_steps", "eval_interval", "icl_interval")
-        known = {name: settings[name] for name in intervals if name in settings}
-        cadence = Cadence(TrainConfig(**known))
-        names = self.found.get(step, {})
-        lacks_loss = cadence.evaluation_due(step) and "val_loss" not in names
-        has_tasks = any(name.startswith("icl/") for name in names)
-        return lacks_loss or (cadence.tasks_due(step) and not has_tasks)
+        return [item for item in self.found.items() if item[0] < newest or newest >= max_steps]
 
     def read(self) -> None:
         """Read the lines that are new; all of them if the file is another one."""
@@ -159,58 +147,43 @@ class Record:
     """How far a tracker is: runs/demo/trackers/NAME.json."""
 
     id: str = ""  # of the curve, in the tracker
-    step: int = -1  # the last one that has arrived
+    step: int = -1  # the last one that has surely arrived
     has_settings: bool = False
-    is_open: bool = False  # a process sends, or was killed while it sent
 
     def save(self, path: Path) -> None:
         files.write_atomically(path, json.dumps(asdict(self)).encode())
 
 
 # -------------------------------------------------------------------------------------------------
-# The trackers. Each corrects record.step if it knows better. `send` takes [(step, numbers), ...];
-# after `lag` seconds they have arrived, whatever is killed. `where`: how a person finds the curve.
-# `close(is_done)`: whether the run has taken all of its steps. `refused`: names of figures that a
-# tracker does not take.
+# The trackers. Each goes on after record.step, which it corrects if it knows better.
+# `send` takes [(step, numbers), ...]. `where`: how a person finds the curve.
+# `close(is_done)`: whether the run has taken all of its steps.
 
 
 class TensorBoard:
-    """Event files, one per start, by tensorboardX."""
-
-    lag, refused = 0, ()
+    """Event files, one per start. Readers drop steps that an earlier file has beyond its start."""
 
     def __init__(self, run: Path, record: Record, settings: dict):
         sys.modules["torch"] = None  # tensorboardX would import it, which takes seconds
-        from tensorboardX import RecordWriter, summary
-        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX import SummaryWriter
 
-        self.event, self.summary = event_pb2.Event, summary_pb2.Summary
         folder = run / "trackers" / "tensorboard"
         folder.mkdir(exist_ok=True)
-        # Read in the order of their numbers: clocks may differ.
-        numbers = [int(path.suffix[1:]) for path in folder.glob("events.out.tfevents.[0-9]*")]
-        number = max(numbers, default=-1) + 1  # a file may have been deleted
+        numbers = [int(path.suffix[1:]) for path in folder.glob("events.*.[0-9]*")]
         if not numbers:  # the run has come here without its files
             record.step, record.has_settings = -1, False
-        self.writer = RecordWriter(str(folder / f"events.out.tfevents.{number:06d}"))
-        self.write(file_version="brain.Event:2")
-        # Readers drop steps from here on that earlier files have, such as those of a process that
-        # was killed before it wrote its record.
-        begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self.write(step=record.step + 1, session_log=begins)
+        suffix = f".{max(numbers, default=-1) + 1:06d}"  # a name that no file has
+        first = record.step + 1
+        self.writer = SummaryWriter(str(folder), purge_step=first, filename_suffix=suffix)
         if not record.has_settings:
             lines = [f"    {name}: {value}" for name, value in settings.items()]  # Markdown
-            self.write(summary=summary.text("settings", "\n".join(lines)))
+            self.writer.add_text("settings", "\n".join(lines))
         self.where = f"tensorboard --logdir={folder}"
-
-    def write(self, **fields) -> None:
-        self.writer.write(self.event(wall_time=time.time(), **fields).SerializeToString())
 
     def send(self, steps: list) -> None:
         for step, figures in steps:
-            value = self.summary.Value
-            values = [value(tag=tag, simple_value=figure) for tag, figure in figures.items()]
-            self.write(step=step, summary=self.summary(value=values))
+            for name, figure in figures.items():
+                self.writer.add_scalar(name, figure, step)
         self.writer.flush()
 
     def close(self, is_done: bool) -> None:
@@ -219,8 +192,6 @@ class TensorBoard:
 
 class WeightsAndBiases:
     """A run of W&B. Its server drops a step that is not above the last."""
-
-    lag, refused = 30, ()  # its process writes to disk every 15 s
 
     def __init__(self, run: Path, record: Record, settings: dict):
         import wandb
@@ -253,14 +224,10 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow, which keeps a step twice if it is sent twice."""
 
-    lag = 0
-
     def __init__(self, run: Path, record: Record, settings: dict):
         import mlflow
-        from mlflow.entities import Metric, Param
 
-        self.refused, self.error = set(), mlflow.MlflowException
-        self.client, self.metric = mlflow.MlflowClient(), Metric
+        self.client, self.metric = mlflow.MlflowClient(), mlflow.entities.Metric
         if not record.id:
             experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default"))
             name = os.environ.get("MLFLOW_RUN_NAME") or run.name
@@ -268,52 +235,20 @@ class MLflow:
             record.id = made.info.run_id
         self.id = record.id
         self.client.update_run(self.id, status="RUNNING")
-        left = {} if record.has_settings else settings
-        params = [Param(name, str(value)[:500]) for name, value in left.items()]
-        for first in range(0, len(params), MOST_PARAMS):
-            self.client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
-        # A process that was killed may have sent more than its record says.
-        self.sent = self.figures_after(record.step) if record.is_open else set()
+        for name, value in {} if record.has_settings else settings.items():
+            self.client.log_param(self.id, name, str(value)[:500])
+        record.has_settings = True  # it takes no other values later
         self.where = f"run {self.id} of {mlflow.get_tracking_uri()}"
-
-    def figures_after(self, last: int) -> set[tuple[str, int]]:
-        """(name, step) of the figures that it has."""
-        names = self.client.get_run(self.id).data.metrics
-        found = [
-            metric for name in names for metric in self.client.get_metric_history(self.id, name)
-        ]
-        return {(metric.key, metric.step) for metric in found if metric.step > last}
 
     def send(self, steps: list) -> None:
         now = time.time_ns() // 10**6
         metrics = [
-            self.metric(NOT_IN_MLFLOW.sub("_", name), figure, now, step)
+            self.metric(NOT_IN_MLFLOW.sub("_", name)[:250], figure, now, step)
             for step, figures in steps
             for name, figure in figures.items()
         ]
-        metrics = [
-            each
-            for each in metrics
-            if (each.key, each.step) not in self.sent and each.key not in self.refused
-        ]
         for first in range(0, len(metrics), MOST_METRICS):
-            self.send_batch(metrics[first : first + MOST_METRICS])
-
-    def send_batch(self, metrics: list) -> None:
-        """Send metrics together; if some are refused, one alone of each name shows which."""
-        try:
-            return self.client.log_batch(self.id, metrics)
-        except self.error as error:
-            if error.error_code != "INVALID_PARAMETER_VALUE":
-                raise
-        for metric in metrics:
-            try:
-                if metric.key not in self.refused:
-                    self.client.log_batch(self.id, [metric])
-            except self.error as error:
-                if error.error_code != "INVALID_PARAMETER_VALUE":
-                    raise
-                self.refused.add(metric.key)
+            self.client.log_batch(self.id, metrics[first : first + MOST_METRICS])
 
     def close(self, is_done: bool) -> None:
         self.client.set_terminated(self.id, "FINISHED" if is_done else "KILLED")
@@ -322,8 +257,6 @@ class MLflow:
 class Trackio:
     """A run of trackio, which keeps a step twice if it is sent twice."""
 
-    lag, refused = 30, ()  # a thread writes to disk, or to a server
-
     def __init__(self, run: Path, record: Record, settings: dict):
         import trackio
 
@@ -331,7 +264,6 @@ class Trackio:
         project = run.parent.name
         # Settings each time: without them it forgets those that it has.
         self.run = trackio.init(project, record.id, resume="allow", config=settings, embed=False)
-        record.step = self.run._next_step - 1  # it knows what has arrived
         self.where = f"trackio show --project {project}"
 
     def send(self, steps: list) -> None:
@@ -363,8 +295,6 @@ class Feeder:
         self.path = self.run / "trackers" / f"{name}.json"
         self.tracker = None
         self.failing = False  # and has said so
-        self.under_way = collections.deque()  # (step, when it was sent)
-        self.named = set()  # figures that the tracker has refused
 
     def feed(self, ended: threading.Event) -> None:
         """Send what is there, and what comes until `ended`."""
@@ -398,43 +328,32 @@ class Feeder:
         settings = files.read_json(self.run / "config.json")
         try:
             self.tracker = KINDS[self.name](self.run, record, settings)
-            record.is_open = True
         finally:
             record.save(self.path)  # the id, even if the tracker failed later
-        self.sent, self.steps = record.step, Steps(self.run)
-        self.under_way.clear()
+        self.steps, self.max_steps = Steps(self.run), settings.get("max_steps", 0)
+        self.sent = self.sent_before = record.step
+        self.noted_at = time.monotonic()
         self.say(f"{self.name}: {self.tracker.where}")
 
     def send(self) -> None:
         if not self.tracker:
             self.connect()
-        steps = self.steps.above(self.sent)
+        steps = self.steps.above(self.sent, self.max_steps)
         while steps:
             part, steps = steps[:50], steps[50:]
             self.tracker.send(part)
-            for name in set(self.tracker.refused) - self.named:
-                self.say(f"{self.name} refuses the figure {files.shown(name)}: it is left out")
-                self.named.add(name)
             self.sent = part[-1][0]
-            self.under_way.append((self.sent, time.monotonic()))
-            self.note_arrived(self.tracker.lag)
-        self.note_arrived(self.tracker.lag)
-
-    def note_arrived(self, lag: float) -> None:
-        """Record the steps that were sent `lag` seconds ago."""
-        before = self.record.step
-        while self.under_way and time.monotonic() - self.under_way[0][1] >= lag:
-            self.record.step, _ = self.under_way.popleft()
-        if self.record.step > before:
-            self.record.has_settings = True
-            self.record.save(self.path)
+        if time.monotonic() - self.noted_at >= SURELY_ARRIVED:
+            self.note_arrived(self.sent_before)
+            self.sent_before, self.noted_at = self.sent, time.monotonic()
 
     def finish(self) -> None:
         self.send()
-        max_steps = files.read_json(self.run / "config.json").get("max_steps", 0)
-        self.tracker.close(is_done=self.sent >= max_steps)
-        self.note_arrived(0)
-        self.record.is_open = False
+        self.tracker.close(is_done=self.sent >= self.max_steps)
+        self.note_arrived(self.sent)
+
+    def note_arrived(self, step: int) -> None:
+        self.record.step, self.record.has_settings = step, True
         self.record.save(self.path)
 
 

@@ -9,12 +9,9 @@
 The thread that does so is launch/heartbeat.py. It runs from the meeting of the ranks on; in the
 loop it also knows when a step is overdue, and is half as patient.
 
-`Guard` is the one context around the training loop: signals, lease, watchdog, straggler timer.
-
 Run `torchrun --nproc_per_node 2 -m lifecycle.watchdog` to see it name a rank that sleeps.
 """
 
-import contextlib
 import gc
 import time
 
@@ -29,32 +26,6 @@ from launch.heartbeat import Heartbeat
 from program import UserError, out_of_memory, whoami
 
 SILENCE = 30  # seconds without a sign of life after which a rank counts as gone
-
-
-class Guard(contextlib.ExitStack):
-    """Protects the training loop on one rank: signals, lease, watchdog and straggler timer."""
-
-    def __init__(self, signals, lease, watchdog: "Watchdog", straggler_timer: "StragglerTimer"):
-        super().__init__()
-        self.signals, self.lease = signals, lease
-        self.watchdog, self.straggler_timer = watchdog, straggler_timer
-
-    def __enter__(self):
-        self.signals.nothing_to_save = False
-        self.enter_context(self.lease)
-        self.enter_context(self.watchdog)
-        return self
-
-    def watch(self, batches):
-        """Yield the same (step, rows); time the wait for each, and record a heartbeat after it."""
-        begin = time.perf_counter()
-        for number, (step, rows) in enumerate(batches):
-            self.straggler_timer.reading_seconds = time.perf_counter() - begin
-            self.watchdog.step = step
-            collect_garbage(number)
-            yield step, rows
-            self.watchdog.heartbeat()
-            begin = time.perf_counter()
 
 
 def collect_garbage(steps_since_start: int, interval: int = 50) -> None:

@@ -55,7 +55,7 @@ tune-128 python -m gpu_kernels.flash_attention --tune=128
 1b $train --sizes=1b --sweep=microbatch_size=2,8
 3b $train --sizes=3b --sweep=microbatch_size=2,8 --activation_checkpointing=none
 7b $train --sizes=7b --sweep=microbatch_size=1,4
-generate python -m bench generate $to/generate.csv --shapes=2048x24 --engine=32"
+generate python -m bench serve $to/generate.csv --shapes=2048x24 --engine=32"
 [[ $gpus != *$'\n'* ]] || stages+=$'\nlost-rank python -m lessons.lost_rank kill'
 for name in ${STAGES:-}; do
     grep -q "^$name " <<< "$stages" || fail "no stage $name: $(cut -d' ' -f1 <<< "$stages" | xargs)"

@@ -33,7 +33,6 @@ import processes
 import program
 from launch.pool import free_port, torchrun_variables
 from lifecycle import runlog
-from lifecycle.lease import Lease
 from program import UserError
 from weights.load import load_model
 
@@ -48,19 +47,12 @@ FORKS = multiprocessing.get_context("forkserver")
 def train_here(world, flags, prepare=None) -> tuple[int, str, str]:
     """fsdp_train.main in a rank of a pool: exit status, message, what it printed.
 
-    prepare: `prepare(rank)` is a context in which it runs. The run folder is free afterwards, as if
-    the process had ended.
+    prepare: `prepare(rank)` is a context in which it runs.
     """
     rank, size = str(world.global_rank), str(world.global_size)
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    out, leases = io.StringIO(), []
-
-    def lease(run_dir):
-        leases.append(Lease(run_dir))
-        return leases[-1]
-
+    out = io.StringIO()
     with (
-        mock.patch.object(fsdp_train, "Lease", lease),
         mock.patch.dict(os.environ, variables),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),
@@ -73,9 +65,6 @@ def train_here(world, flags, prepare=None) -> tuple[int, str, str]:
             return 2, str(error), out.getvalue()
         except SystemExit as leaving:
             return leaving.code, "", out.getvalue()
-        finally:
-            for each in leases:
-                each.__exit__()
 
 
 def train_in(world, folder, flags, prepare=None) -> tuple[int, str, str]:

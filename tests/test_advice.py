@@ -14,10 +14,10 @@ from conftest import ROOT
 
 import checkpoint
 import config
-import fsdp_train
 import lora
 import program
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig
+from lifecycle import beginning
 from model import MPT, init_weights
 from program import UserError
 from serving.adapters import AdapterBank, write_random
@@ -149,7 +149,7 @@ def test_the_flags_that_messages_name_end_in_settings_that_work(flags, folder, m
     for _ in range(6):
         try:
             model_cfg, cfg = config.load(words, MPTConfig, TrainConfig)
-            fsdp_train.check_settings(model_cfg, cfg, types.SimpleNamespace(dp_size=2))
+            beginning.check_settings(model_cfg, cfg, types.SimpleNamespace(dp_size=2))
             break
         except UserError as error:
             fix = str(error).rpartition(": ")[2]

@@ -36,6 +36,14 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(p.grad, 0.01)
 
 
+def in_two_groups(params, faster=4):
+    """SGD whose second group has `faster` times the peak rate of the first."""
+    first, *rest = params
+    rate = faster * RUN.lr
+    groups = [{"params": [first]}, {"params": rest, "lr": rate, "peak_lr": rate}]
+    return torch.optim.SGD(groups, RUN.lr)
+
+
 MADE = {
     "AdamW": lambda params: optim.build_optimizer(params, RUN),
     "AdamW, not fused": lambda params: torch.optim.AdamW(params, 1e-3, fused=False),
@@ -47,6 +55,7 @@ MADE = {
     ),
     "Adagrad": lambda params: torch.optim.Adagrad(params, 1e-3),
     "Lion": lambda params: Lion(params, 1e-3),
+    "two groups": in_two_groups,
 }
 
 
@@ -139,6 +148,27 @@ def test_which_optimizers_skip_a_bad_step_on_the_device():
     assert on_device == {"AdamW", "AMSGrad"}
 
 
+def test_each_group_has_its_own_peak_rate(ranks):
+    """Which the schedule's factor multiplies in each step."""
+    (fast, slow) = ranks(1)(changes_of_two_groups)[0]
+    assert torch.equal(fast[0], slow[0]) and fast[0].any()
+    for a, b in zip(fast[1:], slow[1:], strict=True):
+        torch.testing.assert_close(a, 4 * b, rtol=1e-3, atol=1e-6)
+
+
+def changes_of_two_groups(world):
+    """By how much a step changes each weight, with groups of different rates and of equal ones."""
+    changes = []
+    for faster in (4, 1):
+        model, _ = build(world, RUN)
+        optimizer = in_two_groups(model.parameters(), faster)
+        before = [p.detach().clone() for p in model.parameters()]
+        for number in (0, 5):  # rates of 0, and of the peaks times the factor of step 5
+            step(world, model, optimizer, number)
+        changes.append([(p - q).detach() for p, q in zip(model.parameters(), before, strict=True)])
+    return changes
+
+
 # --- Checkpoints
 
 
@@ -161,7 +191,9 @@ def load_and_continue(world, name, folder):
     return [step(world, model, optimizer, number) for number in (3, 4)], full_weights(model)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Lion", slowly("AMSGrad"), slowly("Adagrad")])
+@pytest.mark.parametrize(
+    "name", ["SGD", "Lion", "two groups", slowly("AMSGrad"), slowly("Adagrad")]
+)
 def test_a_checkpoint_gives_all_of_it_back(ranks, tmp_path, name):
     straight, weights = ranks(2)(save_and_continue, name, tmp_path)[0]
     resumed, resumed_weights = ranks(2)(load_and_continue, name, tmp_path)[0]

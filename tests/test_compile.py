@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing.gpu_runs import Windows
 
 import config
+import data
 import fsdp_train
 import parallel
 from config import MPTConfig, TrainConfig
 from lifecycle import compiling
+from loss import IGNORE
 from model import MPT, Block
 from processes import World
 from program import UserError
@@ -103,16 +105,16 @@ def test_layers_microbatches_and_evaluation_share_one_graph(ranks, checkpointing
     [(8, 4, [4, 4]), (9, 8, [5, 5]), (12, 8, [6, 6]), (3, 8, [3]), (7, 2, [2, 2, 2, 2])],
 )
 def test_compiled_microbatches_have_one_size_and_no_more_work_than_needed(n_rows, at_most, sizes):
-    ids = torch.arange(n_rows * 4).view(n_rows, 4) + 1
-    labels = ids + 100
+    rows = torch.arange(n_rows * 5).view(n_rows, 5) + 1
+    ids, labels = rows[:, :-1], rows[:, 1:]
     cfg = TrainConfig(microbatch_size=at_most, compile=True)
-    parts = fsdp_train.cut(ids, labels, cfg)
+    parts, (n_tokens, _) = data.make_batch(rows, cfg, 0)
     assert [len(part) for part, _ in parts] == sizes
     all_ids, all_labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     assert torch.equal(all_ids[:n_rows], ids) and torch.equal(all_labels[:n_rows], labels)
-    assert (all_labels[n_rows:] == fsdp_train.IGNORE).all()
+    assert (all_labels[n_rows:] == IGNORE).all() and n_tokens == labels.numel()
 
-    uncompiled = fsdp_train.cut(ids, labels, replace(cfg, compile=False))
+    uncompiled, _ = data.make_batch(rows, replace(cfg, compile=False), 0)
     assert [len(part) for part, _ in uncompiled][:-1] == [at_most] * ((n_rows - 1) // at_most)
     assert torch.equal(torch.cat([part for part, _ in uncompiled]), ids)
 

@@ -142,6 +142,16 @@ def test_an_old_name_means_the_new_one(write):
     assert "unknown key" in refusal(load, ["--checkpoint_every=2"], MPTConfig)
 
 
+def test_a_setting_that_is_gone_is_refused_where_it_is_typed(write, capsys):
+    """Files and saved settings of older versions are read without it."""
+    assert not set(config.REMOVED) & set(FIELDS)
+    for name, why in config.REMOVED.items():
+        assert why in error(f"--{name}=5")
+        assert both(write(f"{name} = 5.0\nd_model = 64\nn_heads = 2\n"))["d_model"] == 64
+        from_dict(TrainConfig, {name: 5.0})
+    assert capsys.readouterr().err == ""
+
+
 def test_unknown_saved_settings_are_named_once(capsys):
     """A newer version or a fork may have saved them. A checkpoint's other keys are known."""
 

@@ -19,10 +19,10 @@ from layouts import (
     settings,
 )
 
+import data
 import fsdp_train
 import parallel
 import tensor_parallel
-from loss import IGNORE
 
 # --- Each layout alone
 
@@ -183,10 +183,8 @@ def gradients_in_float64(_, job):
     world, model, _ = build(job)
     model.double()
     rows = rows_of_step(0, cfg, model_cfg)
-    ids, labels = rows[:, :-1], rows[:, 1:]
-    n_tokens = (labels != IGNORE).sum()
+    microbatches, (n_tokens, _) = data.make_batch(rows, cfg, world.dp_rank)
     torch.set_default_dtype(torch.float64)  # of the loss's sum
-    microbatches = fsdp_train.cut(ids, labels, cfg)
     loss = fsdp_train.forward_backward(model, microbatches, n_tokens, cfg, world, "fp32")
     torch.set_default_dtype(torch.float32)
     parallel.finish_gradients(model)

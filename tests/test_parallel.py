@@ -24,7 +24,7 @@ import optim
 import parallel
 import processes
 from config import MPTConfig, TrainConfig
-from lifecycle import reporter
+from lifecycle import run
 from loss import IGNORE
 from model import MPT, init_weights
 from program import UserError
@@ -239,7 +239,7 @@ def test_a_step_on_a_gpu_is_only_queued():
         torch.cuda._sleep(2 * 10**9)  # cycles: about a second
         begin = time.perf_counter()
         figures = fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16")
-        read = reporter.start_reading(*figures)
+        read = run.start_reading(*figures)
         queued = time.perf_counter() - begin
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -14,9 +14,11 @@ from conftest import ROOT, flags_for, rooms_on_path
 ORDER = """
     program config storage/ devices flops planning/ gpu_kernels/ attention loss model text/ data
     optim launch/ processes tensor_parallel pipeline lora parallel checkpoint
-    lifecycle/ weights/ evaluation/ serving/ web/
+    weights/ evaluation/ lifecycle/ serving/ web/
     fsdp_train nano generate plan serve bench/ lessons/
 """.split()
+# The one exception: a model card draws the curve of a run.
+LATER = {"weights.card": {"lifecycle.plot", "lifecycle.runlog"}}
 # Imported by bench, lessons and tests alone.
 PROGRAMS = ["fsdp_train", "generate", "nano", "plan", "serve"]
 NO_LIMIT = ["bench", "lessons"]  # one program a file
@@ -78,7 +80,8 @@ def test_imports_only_point_to_what_stands_earlier():
         here = place_of(module_of(path))
         assert here in ORDER, f"{path.name} is new: give it its place in ORDER"
         earlier = ORDER[: ORDER.index(here)] + [here] * here.endswith("/")
-        later = {name for name in ours(path) if place_of(name) not in earlier}
+        allowed = LATER.get(module_of(path), set())
+        later = {name for name in ours(path) - allowed if place_of(name) not in earlier}
         assert not later, f"{module_of(path)} imports {sorted(later)}, which stand later in ORDER"
 
 
@@ -198,7 +201,7 @@ def test_the_trainer_brings_in_what_training_uses_and_no_more(tiny_data, tmp_pat
 
 def test_what_answers_at_once_imports_no_torch():
     light = "program config storage.files devices flops plan install text.corpus text.tokenizer "
-    light += "text.shards text.prepare data lifecycle.stopping lifecycle.cadence lifecycle.trackers"
+    light += "text.shards text.prepare data lifecycle.stopping lifecycle.trackers"
     planning = [name for name in OURS if name.startswith("planning.")]
     code = "import importlib, sys\nfor n in sys.argv[1:]:\n    importlib.import_module(n)\n"
     code += "    if 'torch' in sys.modules: sys.exit(n)"
@@ -292,7 +295,7 @@ def test_lines_are_short():
         assert all(len(line) <= 100 for line in lines), path
 
 
-@pytest.mark.parametrize("function, limit", [("main", 60), ("train_step", 40)])
+@pytest.mark.parametrize("function, limit", [("main", 40), ("train_step", 30)])
 def test_the_loop_is_a_recipe(function, limit):
     """Few lines, no functions inside."""
     body = tree(ROOT / "fsdp_train.py").body

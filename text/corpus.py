@@ -405,29 +405,14 @@ def read_text(path: str) -> str:
 def decoded(raw: bytes, path: str, offset: int = 0) -> str:
     """UTF-8 bytes -> text, without a byte order mark.
 
-    offset: where `raw` begins in the file. Raises UserError as `without_mark` and `utf8` do, with
-    the command that converts the file.
+    offset: where `raw` begins in the file. Raises UserError as `without_mark` and `utf8` do.
     """
     text = raw if offset else without_mark(raw, path)
     try:
         return utf8(text, path, offset + len(raw) - len(text))
     except UserError as error:
-        likely = likely_encoding(raw)
-        fix = f"convert it; if it is {likely}, with {conversion(path, likely)}"
-        if likely == "UTF-8":
-            fix = "remove its zero bytes, with " + filtered(path, r"tr -d '\000'")
-        raise UserError(f"{error}: {fix}") from error
-
-
-def likely_encoding(raw: bytes) -> str:
-    """What bytes that are not UTF-8, or have zeros, most likely are. UTF-8: only the zeros are odd.
-
-    Of most letters in UTF-16, one of the two bytes is zero.
-    """
-    even, odd = raw[::2].count(0), raw[1::2].count(0)
-    if even + odd > len(raw) / 4:
-        return "UTF-16BE" if even > odd else "UTF-16LE"
-    return "UTF-8" if even + odd else "LATIN1"
+        fix = f"if it is LATIN1, with {conversion(path, 'LATIN1')}"
+        raise UserError(f"{error}; {fix}") from error
 
 
 def without_mark(raw: bytes, path: str) -> bytes:
@@ -442,13 +427,8 @@ def without_mark(raw: bytes, path: str) -> bytes:
 
 def conversion(path: str, encoding: str) -> str:
     """The shell command that converts a file to UTF-8."""
-    return filtered(path, f"iconv -f {encoding} -t UTF-8")
-
-
-def filtered(path: str, command: str) -> str:
-    """The shell command that changes a file by a filter."""
     old, new = shell(path), shell(f"{path}.new")
-    return f"{command} < {old} > {new} && mv {new} {old}"
+    return f"iconv -f {encoding} -t UTF-8 < {old} > {new} && mv {new} {old}"
 
 
 def utf8(raw: bytes, name: str, offset: int = 0) -> str:

@@ -7,7 +7,6 @@ temporary name and renamed, so a file that exists is complete. A chunk that is a
 skipped, so an interrupted preparation resumes.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
-                            blocks.crc32: checksums, to train from a store (text/blocks.py)
 
 dataset.json says what the tokens were made from: settings, and short hashes of files.
 
@@ -49,7 +48,7 @@ from storage import files
 from text import corpus
 from text import tokenizer as tokenizers
 from text.shards import (
-    SUMMARY,
+    HASH_BYTES,
     Shard,
     fingerprint,
     read_summary,
@@ -60,7 +59,6 @@ from text.shards import (
 )
 
 BPE_CHARACTERS = 16 * 2**20  # the amount of text from which a BPE is trained
-HASH_BYTES = 2**30  # texts, and shards, up to this size are hashed whenever a run starts
 
 # fsdp_train.py prepares a missing data set itself if it is within one of these limits.
 SMALL_TOKENS = 100_000_000
@@ -118,9 +116,9 @@ class Recipe:
         """dataset.json, or None if there is none. UserError if it is damaged."""
         if not self.store:
             return read_summary(self.folder)
-        content = self.read("dataset.json")
-        where, fix = f"{self.folder}/dataset.json", "copy it there again"
-        return content and files.parse_json(content, where, dict, SUMMARY, fix)
+        from text import fetch
+
+        return fetch.read_summary(self.store)
 
     def read(self, name: str) -> bytes | None:
         """The content of a file of the folder, or of the store. None if there is none."""
@@ -254,8 +252,8 @@ def has_enough(summary: dict, max_tokens: int) -> bool:
 # When a run begins
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = ""):
-    """The checked data folder of a training run: a path, or a `stream.StoredFolder`.
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = "") -> Path:
+    """The checked data folder of a training run; of a store, the one that `fetch.copy` fills.
 
     A small data set that is missing is prepared first, though not in a store. Global rank 0 alone
     calls it. max_seq_len, source: as for `prepare`. Raises UserError for a large one, with the
@@ -274,9 +272,9 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = ""):
         prepare(cfg, max_seq_len=max_seq_len, source=source)
         summary = read_summary(folder)
     if recipe.store:
-        from text.stream import StoredFolder
+        from text import fetch
 
-        return StoredFolder(folder, summary["fingerprint"])
+        return fetch.folder_of(summary, cfg.data_cache)
     require(
         fingerprint(folder) == summary["fingerprint"],
         f"a shard is missing in {folder}: {recipe.command()} makes it",
@@ -426,10 +424,6 @@ def make_shards(recipe: Recipe, summary: dict | None, workers: int, is_alone: bo
         f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
         "split it into several documents",
     )
-    from text import blocks  # here, since training on a folder does without
-
-    blocks.write_index(folder)
-
     summary = {
         **recipe.settings(),
         **hashes,
@@ -571,7 +565,7 @@ def remove_what_is_left(folder: Path, n_chunks: int, is_alone: bool) -> None:
             require_shard(path)
             path.unlink()
 
-    ours = re.compile(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json|blocks\.crc32)\.")
+    ours = re.compile(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json)\.")
     for path in folder.glob("*.tmp") if is_alone else ():
         if ours.match(path.name):
             path.unlink(missing_ok=True)

@@ -25,7 +25,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +37,7 @@ HEADER_BYTES = 4096
 FORMAT = "mpt-tokens-1"
 BEGIN = b'{"format": "mpt'
 DTYPES = ("uint16", "uint32", "int32")
+HASH_BYTES = 2**30  # shards up to this size are hashed whenever a run starts
 FIX = "delete it and run data.py again, which makes only what is missing"
 
 # The fields of every header.
@@ -121,12 +121,7 @@ def require_shard(path: Path) -> None:
 
 def fingerprint(folder: Path) -> str:
     """A short hash of all shards, from their headers. UserError if a header is damaged."""
-    return fingerprint_of(Shard(path).header for path in shard_files(folder))
-
-
-def fingerprint_of(headers) -> str:
-    """The same from the headers of all shards in order."""
-    hashes = [header["sha256"] for header in headers]
+    hashes = [Shard(path).header["sha256"] for path in shard_files(folder)]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
@@ -140,13 +135,6 @@ def read_summary(folder: Path) -> dict | None:
         if os.path.lexists(path):  # a link to nothing
             raise
         return None
-
-
-def raise_file_limit() -> None:
-    """Allow this process up to 65,536 open files: each memory-mapped shard is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def write_ids(path: Path, ids: np.ndarray, about: dict) -> None:

@@ -2,7 +2,6 @@
 
 The page asks every second how runs and jobs are: what it asks is counted, and not logged.
 
-    raise_file_limit     each open request is an open file
     request id           the client's X-Request-ID, or a new one; in the answer and the log
     Host, Origin         other sites must not reach a server on this machine through a browser
     keys                 Authorization: Bearer KEY, compared in constant time
@@ -20,7 +19,6 @@ import hashlib
 import hmac
 import json
 import re
-import resource
 import sys
 import time
 import uuid
@@ -43,15 +41,6 @@ POLLED = ("/api/", "/static/", "/v1/fine_tuning/")  # by the page: answers are n
 WATCHING = ("/health", "/metrics")  # whatever the load, and not counted as open
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # a browser takes no text for a script
 REQUEST_ID = re.compile(rb"[\w.:-]{1,100}")
-
-
-def raise_file_limit() -> int:
-    """Raise this process's limit of open files as far as it may. Returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, 2**20) if hard != resource.RLIM_INFINITY else 2**20
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(soft, most)
 
 
 def read_keys(path: str) -> list[str]:

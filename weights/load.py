@@ -31,8 +31,8 @@ import lora
 import parallel
 import tensor_parallel
 from attention import function_of
+from checkpoint import different_functions
 from config import MPTConfig, TrainConfig
-from lifecycle.resume import different_functions
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, arguments, require, run, say_once, shell

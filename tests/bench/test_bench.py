@@ -16,6 +16,7 @@ from bench.__main__ import NAMES, OF_MANY_RANKS
         ((), "usage: "),
         (("trian",), "did you mean train?"),
         (("first_night",), "slurm/first_night.sh"),
+        (("generate", "--engine=32"), "bench serve --shapes="),
     ],
 )
 def test_no_such_benchmark_is_one_line(python, words, answer):

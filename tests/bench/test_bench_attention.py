@@ -9,13 +9,11 @@ from program import UserError
 
 
 def test_attention_tflops_by_hand():
-    cell = bench_attention.Cell("x", head_dim=64, length=1024, heads=32, batch=16)
-    cell.turns = [(1e-3, 2e-3), (3e-3, 4e-3), (2e-3, 9e-3)]  # medians: 2 ms and 4 ms
+    shape = bench_attention.Shape(head_dim=64, length=1024, heads=32, batch=16)
     forward = 4 * 16 * 32 * 1024 * 1024 * 64 / 2  # FLOPs
     assert forward == 68_719_476_736
-    assert cell.tflops("forward") == pytest.approx(34.36, rel=1e-3)
-    assert cell.tflops("backward") == pytest.approx(42.95, rel=1e-3)
-    assert cell.tflops("forward + backward") == pytest.approx(3.5 * forward / 6e-3 / 1e12)
+    both = 3.5 * forward / 6e-3 / 1e12
+    assert shape.tflops((2e-3, 6e-3)) == pytest.approx((34.36, both), rel=1e-3)
 
 
 def test_an_attention_that_raises_or_errs_is_na_and_the_others_go_on():
@@ -31,7 +29,7 @@ def test_an_attention_that_raises_or_errs_is_na_and_the_others_go_on():
 
     def breaks_later(q, k, v):
         calls.append(1)
-        if len(calls) > 8:  # 1 to compare, 2 + 2 to warm up, 2 of a turn
+        if len(calls) > 9:  # 1 to compare, 3 + 3 to warm up, 2 of a turn
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 17 GiB")
         return working["reference"][1](q, k, v)
 
@@ -42,24 +40,22 @@ def test_an_attention_that_raises_or_errs_is_na_and_the_others_go_on():
         "works": working["blocks"],
         "works too": working["SDPA flash"],
     }
-    cells = [small_cell(name) for name in contestants]
     cpu = torch.device("cpu")
     args = bench_attention.AttentionArgs(rounds=3, turn_ms=0.01, cell_seconds=1000)
-    bench_attention.measure(contestants, cells, cpu, args, check=True)
-    assert [cell.missing for cell in cells[:2]] == ["no / such backend here", "out of memory"]
-    assert cells[2].missing.startswith("wrong by ")
-    for cell in cells[3:]:
-        assert not cell.missing and len(cell.turns) == 3 and cell.error < 0.02
+    found = bench_attention.measure(contestants, SMALL, cpu, args, check=True)
+    assert found["breaks"] == "no / such backend here"
+    assert found["breaks later"] == "out of memory"
+    assert found["has no ALiBi"].startswith("wrong by ")
+    for name in ("works", "works too"):
+        assert len(found[name]) == 2 and min(found[name]) > 0
 
-    slow = [small_cell("works")]
     args = bench_attention.AttentionArgs(cell_seconds=1e-9)
-    bench_attention.measure(contestants, slow, cpu, args, check=False)
-    assert slow[0].missing.startswith("too slow")
+    works = {"works": contestants["works"]}
+    found = bench_attention.measure(works, SMALL, cpu, args, check=False)
+    assert found["works"].startswith("too slow")
 
 
-def small_cell(contestant: str) -> bench_attention.Cell:
-    """A contestant at a small shape."""
-    return bench_attention.Cell(contestant, head_dim=16, length=32, heads=2, batch=2)
+SMALL = bench_attention.Shape(head_dim=16, length=32, heads=2, batch=2)
 
 
 TINY = """
@@ -69,7 +65,7 @@ TINY = """
 
 
 @pytest.mark.slow
-def test_attention_writes_tables_and_figures(python, tmp_path, monkeypatch):
+def test_attention_writes_a_table_of_figures(python, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that our kernels run on a CPU
     done = python("attention", *TINY, program="bench")
@@ -78,14 +74,14 @@ def test_attention_writes_tables_and_figures(python, tmp_path, monkeypatch):
     assert text.strip() == done.stdout.strip()
     assert text.startswith("`python -m bench attention --device=cpu")
 
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    names = [row[0] for row in rows]
-    assert [row[1:] for row in rows if row[0].startswith("head dim 16, ")] == [["32"]] * 4
-    assert names.count("ours, ALiBi") == names.count("blocks, ALiBi") == 4
-    assert [row[1] for row in rows if row[0] == "ours, ALiBi"][-1] == "1.00 / 1.00 / 1.00"
-    assert "Not available: SDPA cuDNN, no bias (" in text
-    assert "SDPA cuDNN, no bias" not in names
-    assert float(rows[names.index("reference, ALiBi")][1]) > 0
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    heads, _, *rows = lines
+    assert heads[2:] == ["attention", "forward", "forward + backward", "ours, ALiBi / this"]
+    found = {row[2]: row for row in rows}
+    assert found["ours, ALiBi"][:2] == ["16", "1 x 32"] and found["ours, ALiBi"][-1] == "1.00"
+    assert found["SDPA cuDNN, no bias"][3:5] == ["n/a"] * 2
+    assert float(found["reference, ALiBi"][3]) > 0
+    assert float(found["blocks, ALiBi"][-1]) < 1  # the interpreter is slow
 
 
 def test_a_list_of_lengths_is_numbers_with_commas():

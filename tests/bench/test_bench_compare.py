@@ -89,13 +89,12 @@ def rows_of(path, *rows) -> list[dict]:
 
 def test_the_row_that_llm_foundry_published(tmp_path):
     (row,) = rows_of(tmp_path / "a.csv", H100)
-    cells = compare.foundry_cells(row)
+    cells = compare.cells("a", row, base=2 * 363640)
     published = {"MFU": "41.82", "Model TFLOP": "413", "Throughput (T/s/GPU)": "45455"}
     published |= {"Throughput (S/s)": "177.6", "GlobalBatchSize (T)": 229376}
     published |= {"Precision": "amp_bf16", "Activation Checkpointing": "False"}
-    assert published.items() <= cells.items() and len(cells) == 20
-    ours = compare.our_cells("a", row, base=2 * 363640)
-    assert ours["first row = 1"] == "0.50" and ours["peak GB"] == "60.00"
+    assert published.items() <= cells.items() and len(cells) == 4 + 20
+    assert cells["first row = 1"] == "0.50" and cells["peak GB"] == "60.00"
 
 
 def test_rows_are_named_by_what_differs_and_failures_are_listed(tmp_path):
@@ -103,10 +102,22 @@ def test_rows_are_named_by_what_differs_and_failures_are_listed(tmp_path):
     failed = FAILED | {"microbatch_size": 99}
     path = write(tmp_path / "a.csv", H100, slower, failed)
     text = compare.tables(compare.read(path), path)
-    assert "| microbatch_size 14 | 363,640 |" in text and "/ 363,000 | 0.50 |" in text
+    assert "| microbatch_size 14 | 364000 / 363000 | 1.00 |" in text
+    assert "| microbatch_size 7 | 364000 / 363000 | 0.50 |" in text
     assert "- not measured: microbatch_size 99: out of memory" in text
     assert compare.names_of([H100, H100]) == ["mpt1b", "mpt1b"]
     assert compare.names_of([H100, H100 | {"others": "alibi=True tp=2"}]) == ["mpt1b", "tp=2"]
+
+
+def test_rows_are_added_to_a_file_with_the_same_columns_only(tmp_path):
+    path = tmp_path / "new" / "a.csv"
+    for n in (1, 2):
+        compare.append(str(path), {"a": n, "b": "x, y"})
+    assert path.read_text().split() == ["a,b", '1,"x,', 'y"', '2,"x,', 'y"']
+    before = path.read_text()
+    with pytest.raises(UserError, match="other columns: name another file"):
+        compare.append(str(path), {"a": 1})
+    assert path.read_text() == before
 
 
 # --- Over numbers of ranks

@@ -37,12 +37,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
+import compiled
 import numpy as np
 import torch
 from ptx_program import ELEMENTWISE, TYPES, Unsupported, constant, from_fp32, join, parse, to_fp32
 from triton.runtime.jit import JITFunction
-
-from gpu_kernels import compiled
 
 
 class Fault(Exception):

@@ -218,7 +218,7 @@ def test_bad_input_is_one_line():
 
 def compiled_for(world, archs):
     """{(chip, dtype, writes the gradient): facts of the binary} of this process's chips."""
-    from gpu_kernels import compiled
+    import compiled
 
     found = {}
     for arch in archs[world.global_rank :: world.global_size]:
@@ -250,7 +250,7 @@ OTHER_CHIPS = [arch for arch in SHARED if arch not in USUAL_CHIPS]
     ],
 )
 def test_it_spills_nothing_on_any_chip_and_each_thread_has_columns_of_its_own(archs):
-    from gpu_kernels.compiled import LIMITS, warp_size
+    from compiled import warp_size
 
     pool = Ranks(2)
     first, second = pool(compiled_for, archs)
@@ -260,7 +260,7 @@ def test_it_spills_nothing_on_any_chip_and_each_thread_has_columns_of_its_own(ar
     for (arch, *_), fact in found.items():
         assert fact.binary and fact.warp == warp_size(arch)
         assert fact.spilled == 0
-        assert fact.shared <= LIMITS[arch].shared_block
+        assert fact.shared <= SHARED[arch]
         assert 8 * kernels.NUM_WARPS * fact.warp <= kernels.BLOCK
 
 

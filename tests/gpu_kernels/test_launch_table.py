@@ -4,7 +4,7 @@ All chips, in the slow tier, if gpu_kernels/ or constraints.txt differs from the
 five of them, and the others in the long tier.
 
 In processes of their own, the operators of flash_attention.py run on CPU tensors up to the launch,
-which compiles the kernel as on that chip and does not start it (gpu_kernels/compiled.py). The
+which compiles the kernel as on that chip and does not start it (compiled.py). The
 binary says how much shared memory it takes, how many registers spilled to memory, and whether it
 uses matrix instructions.
 
@@ -22,14 +22,14 @@ from conftest import ROOT, Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
-from gpu_kernels import compiled, launch_table  # noqa: E402
-from gpu_kernels.compiled import LIMITS, attention_binary, warp_size  # noqa: E402
+import compiled  # noqa: E402
+from compiled import SHARED, attention_binary, warp_size  # noqa: E402
+
+from gpu_kernels import launch_table  # noqa: E402
 from gpu_kernels.launch_table import LAUNCH, SAME_ROWS, UNKNOWN, row_for  # noqa: E402
 from program import UserError  # noqa: E402
 
-# Shared memory that a block may take, bytes.
-SHARED = {arch: limits.shared_block for arch, limits in LIMITS.items()}
-TENSOR_MEMORY = LIMITS["sm_100"].tensor_memory  # columns of it that a block may take
+TENSOR_MEMORY = 512  # columns of it that a block may take
 PASSES = ("forward", "dq", "dkdv")
 
 # Bytes that a thread may spill, where it is not 0. Smaller blocks would spill nothing, but would

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,7 +23,7 @@ import config
 import fsdp_train
 from config import TrainConfig
 from lessons.elastic import steps_done
-from lifecycle import cadence, runlog, stopping
+from lifecycle import run, runlog, stopping
 
 
 @pytest.fixture
@@ -109,8 +110,8 @@ def a_second_a_step(rank):
         return step(*args)
 
     slow = mock.patch.object(fsdp_train, "train_step", train_step)
-    time = SimpleNamespace(monotonic=lambda: clock.now)
-    with slow, mock.patch.object(cadence, "time", time):
+    time = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=perf_counter)
+    with slow, mock.patch.object(run, "time", time):
         yield
 
 

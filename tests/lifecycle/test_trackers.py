@@ -1,4 +1,4 @@
-"""lifecycle/trackers.py: a step arrives once, whatever is killed; no tracker holds up a run.
+"""lifecycle/trackers.py: each step arrives, whatever is killed; no tracker holds up a run.
 
 What a tracker has is read back from its own files, W&B's as its server takes them.
 """
@@ -177,7 +177,8 @@ def run(tmp_path, monkeypatch):
         slowly("trackio", of_trackio),
     ],
 )
-def test_each_step_arrives_once_after_kills_and_restarts(run, name, read):
+def test_each_step_arrives_after_kills_and_restarts(run, name, read):
+    """Once in TensorBoard and W&B, whose readers drop a step that comes again."""
     need(name)
     for last, is_killed in [(30, True), (43, False), (38, True)]:
         write_rows(run, last)
@@ -188,7 +189,6 @@ def test_each_step_arrives_once_after_kills_and_restarts(run, name, read):
         process.communicate()  # and close its standard input
         assert is_killed or process.returncode == 0
     write_rows(run, 60)
-    (run / "checkpoints" / "step-60").mkdir(parents=True)
     assert by_hand(run, name)[0] == 0
     assert by_hand(run, name)[0] == 0  # there is nothing left
 
@@ -197,7 +197,8 @@ def test_each_step_arrives_once_after_kills_and_restarts(run, name, read):
     names = ("loss", "val_loss", "skipped")
     rows = rows_up_to(60)
     expected = [(n, row["step"], float(row[n])) for row in rows for n in names if n in row]
-    assert sorted(item[:2] for item in found) == sorted(item[:2] for item in expected)
+    once = sorted if name in ("tensorboard", "wandb") else set
+    assert once(item[:2] for item in found) == once(item[:2] for item in expected)
     values = {item[:2]: item[2] for item in found}
     assert all(values[item[:2]] == pytest.approx(item[2]) for item in expected)
 
@@ -209,10 +210,9 @@ def test_on_another_machine_the_curve_is_whole(run):
     assert by_hand(run, "tensorboard")[0] == 0
     shutil.rmtree(run / "trackers/tensorboard")
     write_rows(run, 9)
-    (run / "checkpoints" / "step-9").mkdir(parents=True)
     assert by_hand(run, "tensorboard")[0] == 0
     found, settings = of_tensorboard(run)
-    assert [step for name, step, _ in found if name == "loss"] == [*range(1, 10)]
+    assert [step for name, step, _ in found if name == "loss"] == [*range(1, 9)]
     assert settings == 1
 
 
@@ -232,29 +232,25 @@ def test_a_deleted_event_file_takes_no_later_one_with_it(run):
 
 
 @pytest.mark.slow
-def test_mlflow_has_all_figures_but_those_it_refuses_and_the_end_of_the_run(run, monkeypatch):
+def test_mlflow_has_all_figures_under_names_that_it_takes_and_the_end_of_the_run(run, monkeypatch):
     need("mlflow")
     import mlflow
 
     monkeypatch.setenv("MLFLOW_RUN_NAME", "mine")
-    refused = "x" * 300  # longer than a name may be there
-    figures = {"words(1)": {"acc": 0.5}, "größe, ü": {"acc": 0.25}, refused: {"acc": 1}}
+    figures = {"words(1)": {"acc": 0.5}, "größe, ü": {"acc": 0.25}, "x" * 300: {"acc": 1}}
     rows = [{"step": step, "loss": 6.0, "icl": figures} for step in range(1, 60)]
     write_lines(run / "metrics.jsonl", *rows)
-    status, said = by_hand(run, "mlflow")
-    assert status == 0 and sum("refuses the figure 'icl/xxx" in line for line in said) == 1
+    assert by_hand(run, "mlflow")[0] == 0
     run_id = json.loads((run / "trackers" / "mlflow.json").read_text())["id"]
 
     def there():
         return mlflow.MlflowClient().get_run(run_id)
 
     assert there().info.status == "KILLED" and there().info.run_name == "mine"
-    names = {"loss", "icl/words_1_/acc", "icl/größe_ ü/acc"}
+    names = {"loss", "icl/words_1_/acc", "icl/größe_ ü/acc", f"icl/{'x' * 246}"}
     assert there().data.metrics.keys() == names
-    write_lines(
-        run / "metrics.jsonl", *rows, {"step": 60, "loss": 5.0, "val_loss": 6.0, "icl": figures}
-    )
-    (run / "checkpoints" / "step-60").mkdir(parents=True)
+    last = {"step": 60, "loss": 5.0, "val_loss": 6.0, "icl": figures}
+    write_lines(run / "metrics.jsonl", *rows, last)
     assert by_hand(run, "mlflow")[0] == 0
     assert there().info.status == "FINISHED" and there().data.metrics["loss"] == 5
 
@@ -270,33 +266,21 @@ def test_wandb_takes_the_name_of_its_variable(run, monkeypatch):
 
 
 def test_a_step_is_sent_with_its_evaluation(run):
-    """Which comes later; the last step is whole when its checkpoint is there."""
+    """Which comes later: after a stop, in the next start; after the last step, before the end."""
     path = run / "metrics.jsonl"
     steps = Steps(run)
-    assert steps.above(-1) == []
+    assert steps.above(-1, 3) == []
     with open(path, "a") as file:
         file.write('{"step": 0, "val_loss": 7}\n{"step": 1, "loss": 6}\n{"step": 2, "lo')
         file.flush()
-        assert steps.above(-1) == [(0, {"val_loss": 7})]
+        assert steps.above(-1, 3) == [(0, {"val_loss": 7})]
         file.write('ss": 5}\n{"st\n{"step": 2, "icl": {"piqa": {"acc": 0.5}}, "mfu": null}\n')
         file.flush()
-        assert steps.above(0) == [(1, {"loss": 6})]
-    (run / "checkpoints" / "step-2").mkdir(parents=True)
-    assert steps.above(1) == [(2, {"loss": 5, "icl/piqa/acc": 0.5})]
+        assert steps.above(0, 3) == [(1, {"loss": 6})]
+    assert steps.above(1, 2) == [(2, {"loss": 5, "icl/piqa/acc": 0.5})]
     path.rename(run / "old")
     write_lines(path, {"step": 1, "loss": 6}, {"step": 2, "loss": 5})
-    assert steps.above(1) == [(2, {"loss": 5})]
-
-
-def test_a_step_waits_for_the_evaluation_that_a_stop_has_left_to_the_next_start(run):
-    (run / "config.json").write_text(json.dumps(SETTINGS | {"eval_interval": 2}))
-    rows = [{"step": 1, "loss": 6}, {"step": 2, "loss": 5}]
-    write_lines(run / "metrics.jsonl", *rows)
-    (run / "checkpoints" / "step-2").mkdir(parents=True)
-    steps = Steps(run)
-    assert steps.above(-1) == [(1, {"loss": 6})]
-    write_lines(run / "metrics.jsonl", *rows, {"step": 2, "val_loss": 4})
-    assert steps.above(1) == [(2, {"loss": 5, "val_loss": 4})]
+    assert steps.above(1, 2) == [(2, {"loss": 5})]
 
 
 # --- What goes wrong

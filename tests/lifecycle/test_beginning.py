@@ -1,12 +1,10 @@
-"""lifecycle/reporter.py: the ranks agree, figures are read late, and a run describes itself."""
+"""lifecycle/beginning.py: before its first step a run describes itself and warns."""
 
 import datetime
 import math
 import re
-import signal
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,60 +14,25 @@ import data
 import devices
 import flops
 from config import MPTConfig, TrainConfig
-from lifecycle import reporter, resume
-from lifecycle.cadence import Cadence
+from lifecycle import beginning, resume
 from planning import search
 from planning.fleet import Fleet
 from processes import World
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1, CPU)
-
-
-def agree(world, wishes):
-    """What the ranks agree on if each has its own (signal, save is overdue, save is done)."""
-    stop_signal, overdue, settled = wishes[world.global_rank]
-    nothing = SimpleNamespace(stop_signal=0)
-    cadence = SimpleNamespace(save_overdue=lambda: overdue)
-    checkpointer = mirror = SimpleNamespace(settled=lambda: settled)
-    signals = SimpleNamespace(stop_signal=stop_signal)
-    return reporter.agree(world, signals, nothing, cadence, checkpointer, mirror)
-
-
-def of_all_ranks(world, own):
-    return reporter.of_all_ranks(world, *own[world.global_rank])
-
-
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_one_rank_wants_happens_on_all(ranks, size):
-    def answer(function, *of_even_and_odd_ranks):
-        answers = ranks(size)(function, (of_even_and_odd_ranks * size)[:size])
-        assert all(answer == answers[0] for answer in answers)
-        return answers[0]
-
-    nothing = (0, False, True)
-    idle = reporter.StepConsensus(0, False, all_saved=True, all_copied=True)
-    assert answer(agree, nothing) == idle
-    assert answer(of_all_ranks, (0.5, 2.0)) == (2.0, 0, 1.0)
-    if size > 1:
-        stopping = answer(agree, nothing, (signal.SIGTERM, False, True))
-        assert stopping == replace(idle, stop_signal=signal.SIGTERM)
-        assert answer(agree, nothing, (0, True, False)) == reporter.StepConsensus(save=True)
-        assert answer(of_all_ranks, (30.0, 2.0), (0.5, 3.5)) == (3.5, 0, 60)
-        assert answer(of_all_ranks, (0.5, 2.0), (30.0, 2.0)) == (2.0, 1, 60)
 
 
 def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
     cfg = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
-    assert reporter.parameter_warning(cfg) == []
+    assert beginning.parameter_warning(cfg) == []
 
-    class Gated(reporter.MPT):
+    class Gated(beginning.MPT):
         def __init__(self, cfg):
             super().__init__(cfg)
             self.gate_proj = torch.nn.Linear(48, 192, bias=False)
 
-    monkeypatch.setattr(reporter, "MPT", Gated)
-    (line,) = reporter.parameter_warning(cfg)
+    monkeypatch.setattr(beginning, "MPT", Gated)
+    (line,) = beginning.parameter_warning(cfg)
     n_params = flops.n_params(cfg) + 48 * 192
     assert line.startswith(f"WARNING: model.py has {n_params:,} parameters")
 
@@ -81,7 +44,7 @@ def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
 def test_a_team_on_several_nodes_is_warned_of(tp, local_size, fix):
     """Teams are neighbours: of six ranks a node, 4 to 7 are one team, and 6 is on the next node."""
     world = World(0, 48, 0, local_size, CPU)
-    lines = reporter.team_warning(TrainConfig(tp=tp), world)
+    lines = beginning.team_warning(TrainConfig(tp=tp), world)
     assert len(lines) == (fix is not None)
     assert all(f"--tp={fix} " in line for line in lines)
 
@@ -100,82 +63,16 @@ def test_stages_are_warned_of_what_costs_them_time(batch, microbatch, sharding, 
     """Two data-parallel ranks, four stages. What the message advises ends the warning."""
     cfg = TrainConfig(global_batch_size=batch, microbatch_size=microbatch, sharding=sharding, pp=4)
     world = World(0, 8, 0, 8, CPU, dp_rank=0, dp_size=2, pp_size=4)
-    lines = reporter.stage_warnings(cfg, world, math.ceil(batch / 2 / microbatch))
+    lines = beginning.stage_warnings(cfg, world, math.ceil(batch / 2 / microbatch))
     assert len(lines) == bool(words) and "".join(lines).startswith(words)
     if "WARNING" in words:
         for name, number in re.findall(r"--(\w+)=(\d+)", lines[0]):
             better = replace(cfg, **{name: int(number)})
             rows = better.global_batch_size // 2
             assert rows / better.microbatch_size >= 4
-            assert not reporter.stage_warnings(better, world, rows // better.microbatch_size)
+            assert not beginning.stage_warnings(better, world, rows // better.microbatch_size)
     alone = World(0, 8, 0, 8, CPU)
-    assert reporter.stage_warnings(replace(cfg, pp=1), alone, 1) == []
-
-
-class Lagging:
-    """A Reporter as on a GPU, one step behind, with the figures and the wishes of one rank."""
-
-    def __init__(self, **settings):
-        cfg = TrainConfig(max_steps=100, warmup_steps=0, max_bad_steps=9, **settings)
-        self.cadence = Cadence(cfg)
-        self.rows, self.always_shown = [], []
-        self.signals = SimpleNamespace(stop_signal=0)
-        self.log = SimpleNamespace(row=self.row, stop_signal=0)
-        self.checkpointer = SimpleNamespace(settled=lambda: True)
-        self.reporter = reporter.Reporter(
-            self.log,
-            MPTConfig(d_model=32, n_heads=2, n_layers=1),
-            cfg,
-            ALONE,
-            None,
-            self.cadence,
-            self.checkpointer,
-            SimpleNamespace(straggler_timer=SimpleNamespace(take=lambda: lambda: 0.1)),
-            SimpleNamespace(step=0),
-        )
-        self.reporter.lag = 1
-
-    def row(self, row, always_shown):
-        self.rows.append(row["step"])
-        self.always_shown += [row["step"]] * always_shown
-
-    def take(self, step, loss=2.0) -> bool:
-        """Queue a step, and what follows it in the loop. Returns whether a save follows."""
-        figures = torch.tensor(loss), torch.tensor(1.0), torch.tensor(7)
-        agreed = reporter.agree(ALONE, self.signals, self.log, self.cadence, self.checkpointer)
-        is_bad = self.reporter.record(step, figures, agreed)
-        return self.cadence.must_save(step + 1, agreed, is_bad)
-
-
-def test_on_a_gpu_a_step_is_read_after_the_next_one_is_queued():
-    run = Lagging(eval_interval=3)
-    run.take(0)
-    assert run.rows == []
-    run.take(1)
-    assert run.rows == [1]
-    run.take(2)  # an evaluation follows step 3
-    assert run.rows == [1, 2, 3]
-    run.take(3)
-    run.signals.stop_signal = signal.SIGTERM
-    assert run.take(4) and run.rows == [1, 2, 3, 4, 5]
-
-
-def test_a_save_that_a_bad_step_postponed_comes_with_the_next_good_one(monkeypatch):
-    run = Lagging()
-    run.take(0)
-    monkeypatch.setattr(run.cadence, "save_overdue", lambda: True)
-    assert not run.take(1, loss=math.nan) and run.rows == [1, 2]
-    assert run.take(2) and run.rows == [1, 2, 3]
-
-
-def test_a_step_after_which_something_happens_is_always_shown():
-    run = Lagging(eval_interval=4, save_interval=6)
-    run.reporter.lag = 0
-    for step in range(11):
-        run.signals.stop_signal = signal.SIGTERM if step == 10 else 0
-        run.take(step, loss=math.nan if step == 1 else 2.0)
-    assert run.rows == list(range(1, 12))
-    assert run.always_shown == [2, 4, 6, 8, 11]  # a bad step, two evaluations, a save, a signal
+    assert beginning.stage_warnings(replace(cfg, pp=1), alone, 1) == []
 
 
 def test_epochs_are_counted(tiny_data):
@@ -183,7 +80,7 @@ def test_epochs_are_counted(tiny_data):
 
     def line(max_steps) -> str:
         cfg = TrainConfig(global_batch_size=len(dataset.train), max_steps=max_steps)
-        return reporter.describe_data(dataset, cfg)[0]
+        return beginning.describe_data(dataset, cfg)[0]
 
     assert "epochs" not in line(1)
     assert "3.0 epochs" in line(3) and "950 epochs" in line(950)
@@ -194,16 +91,16 @@ ADAPTED = TrainConfig(init_from="base", lora_rank=4, lora_last_blocks=1, lora_tr
 
 def test_a_run_with_adapters_says_what_it_trains():
     m = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=128, max_seq_len=16)
-    n_trained = reporter.trained_parameters(m, ADAPTED)
+    n_trained = beginning.trained_parameters(m, ADAPTED)
     assert n_trained == 4 * (2 + 4 + 5 + 5) * 64 + (4 * 2 + 2) * 64  # adapters; norms and biases
     n_params = flops.n_params(m)
-    (line,) = reporter.describe_adapters(ADAPTED, n_trained, n_params)
+    (line,) = beginning.describe_adapters(ADAPTED, n_trained, n_params)
     for words in (f"{n_trained:,} parameters", f"{n_trained / n_params:.2%}", "and norms"):
         assert words in line
 
     plain = TrainConfig()
-    assert reporter.trained_parameters(m, plain) == n_params
-    assert reporter.describe_adapters(plain, n_params, n_params) == []
+    assert beginning.trained_parameters(m, plain) == n_params
+    assert beginning.describe_adapters(plain, n_params, n_params) == []
 
 
 SHORT = TrainConfig(max_steps=12, warmup_steps=2, lr=3e-3, decoupled_weight_decay=0.1)
@@ -223,7 +120,7 @@ SHORT = TrainConfig(max_steps=12, warmup_steps=2, lr=3e-3, decoupled_weight_deca
 def test_a_learning_rate_that_jumps_where_a_run_resumes_is_noted(step, flag, words):
     same = [f"--{name}={value}" for name, value in asdict(SHORT).items() if value != []]
     (cfg,) = config.load([*same, f"--{flag}"], TrainConfig)
-    note = reporter.rate_note(cfg, resume.Start(Path("x"), {"step": step, **asdict(SHORT)}, ""))
+    note = beginning.rate_note(cfg, resume.Start(Path("x"), {"step": step, **asdict(SHORT)}, ""))
     assert len(note) == bool(words) and words in "".join(note)
 
 
@@ -234,7 +131,7 @@ def test_the_time_of_a_run_is_planned_before_it_starts(device, monkeypatch):
     cfg = TrainConfig(global_batch_size=64, microbatch_size=4, max_steps=1000)
     row = devices.by_name(device)
     monkeypatch.setattr(devices, "identify", lambda _: row)
-    line = reporter.planned_time(m, cfg, World(0, 8, 0, 8, CPU), "bf16", None, first=400)
+    line = beginning.planned_time(m, cfg, World(0, 8, 0, 8, CPU), "bf16", None, first=400)
     seconds = search.evaluate(m, cfg, Fleet(row, 8, 8)).seconds["step"]
     assert f"planned: {seconds:.3g} s a step" in line
     assert f"{datetime.timedelta(seconds=round(600 * seconds))} for 600 steps" in line
@@ -253,15 +150,15 @@ def test_where_planning_knows_nothing_a_matmul_says_how_long_it_takes_at_least(
     world = World(0, 2, 0, 2, CPU)
     n_flops = cfg.global_batch_size * m.max_seq_len * flops.train_flops_per_token(m)
     for peak, rate in ((None, 2e12), (4e12, 4e12)):  # not known: that of two ranks is measured
-        line = reporter.planned_time(m, cfg, world, precision, peak, first=30)
+        line = beginning.planned_time(m, cfg, world, precision, peak, first=30)
         assert f"at least {n_flops / rate:.3g} s a step" in line
         assert f" {datetime.timedelta(seconds=round(60 * n_flops / rate))} for 60 steps" in line
 
     adapted = replace(cfg, init_from="base", lora_rank=4)  # every matmul that its step needs
     needed = flops.total(flops.flops_by_pass(m, adapted))
     n_flops = cfg.global_batch_size * m.max_seq_len * needed
-    line = reporter.planned_time(m, adapted, world, precision, 4e12, first=30)
+    line = beginning.planned_time(m, adapted, world, precision, 4e12, first=30)
     assert f"at least {n_flops / 4e12:.3g} s a step" in line
 
-    endless = reporter.planned_time(m, replace(cfg, max_steps=10**15), world, precision, None, 0)
+    endless = beginning.planned_time(m, replace(cfg, max_steps=10**15), world, precision, None, 0)
     assert "unknown time for 1,000,000,000,000,000 steps" in endless

@@ -1,19 +1,12 @@
-"""What a run says: its description at the start, then a row of figures for each step.
+"""Before the first step: what the settings leave open, which weights, and what the run says of it.
 
-    queue step n + 1 on the GPU -> the ranks agree -> read the figures of step n -> log a row
-
-This logging lag of one step means that a GPU never waits for the host. A CPU has no queue, so there
-a step is read immediately.
-
-`agree` is how one rank's wish becomes the action of all: a signal to any rank stops all of them, at
-the same step. It is an all-reduce between the CPUs, for which no GPU waits.
+`Run` (run.py) calls these functions on all ranks.
 """
 
-import collections
-import contextlib
 import math
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -24,136 +17,132 @@ import flops
 import optim
 import parallel
 import processes
-import program
 from config import MPTConfig, TrainConfig
-from lifecycle import resume, runlog
-from lifecycle.cadence import BadSteps
+from lifecycle import runlog
+from lifecycle.resume import Start
 from model import MPT
+from processes import rank_zero_decides
+from program import UserError, require
 
 
-@dataclass
-class StepConsensus:
-    """What the ranks have agreed on after a step. The default asks for nothing."""
+def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
+    """UserError if ranks cannot share the batch evenly, or --init_from is another model's."""
+    batch, dp = cfg.global_batch_size, world.dp_size
+    nearest = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n > 0]
+    require(
+        batch % dp == 0,
+        f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks: "
+        f"set --global_batch_size={' or '.join(map(str, nearest))}",
+    )
+    parallel.check(model_cfg, cfg)
+    data.check_packing(model_cfg, cfg)
+    flops.check_adapters(model_cfg, cfg)
+    if cfg.track:
+        from lifecycle import trackers  # here, since most runs do without
 
-    stop_signal: int = 0  # stop the run: the number of the signal that a rank received
-    save: bool = False  # save now: --save_minutes have passed
-    all_saved: bool = False  # no rank is still writing a checkpoint
-    all_copied: bool = False  # with --remote: no rank is still copying one there
-
-
-def agree(world, signals, log, cadence, checkpointer, mirror=None) -> StepConsensus:
-    """Combine what each rank wants: any rank's stop or save applies to all. A collective."""
-    own = [
-        signals.stop_signal or log.stop_signal,
-        cadence.save_overdue(),
-        not checkpointer.settled(),
-        not (mirror and mirror.settled()),
-    ]
-    stop_signal, save, writing, copying = map(int, processes.all_max(own, world))
-    return StepConsensus(stop_signal, bool(save), not writing, not copying)
+        rank_zero_decides(partial(trackers.require_installed, cfg.track))
+    if not cfg.remote:  # else checkpoints that replace it may be there
+        check_init_from(model_cfg, cfg)
 
 
-def of_all_ranks(world, seconds: float, memory_gb: float) -> tuple[float, int, float]:
-    """(memory_gb, slowest_rank, slowest_by) of a step. A collective.
+def check_init_from(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
+    """UserError if --init_from is missing or another model's. A collective."""
+    if cfg.init_from:
+        from weights import load  # here, since most runs do without
 
-    seconds: this rank's time outside collectives. The straggler is the global rank with the
-    longest, `slowest_by` times that of the fastest. memory_gb: this rank's peak; the largest of
-    all is returned.
+        rank_zero_decides(partial(load.check_init_from, cfg, model_cfg))
+
+
+def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):
+    """The mirror of the run folder in a store, from which what is newer there is here now.
+
+    None without --remote. A collective.
     """
-    own = [0.0] * world.global_size
-    own[world.global_rank] = seconds
-    memory_gb, *of_ranks = processes.all_max([memory_gb, *own], world)
-    of_ranks = [max(seconds, 1e-6) for seconds in of_ranks]
-    slowest = max(of_ranks)
-    return memory_gb, of_ranks.index(slowest), round(slowest / min(of_ranks), 2)
+    if not cfg.remote:
+        return None
+    from lifecycle import remote  # here, since most runs do without
+
+    mirror = remote.open_mirror(model_cfg, cfg)
+    check_init_from(model_cfg, cfg)
+    return mirror
 
 
-class Reporter:
-    """Reads the figures of each step and logs its row."""
+def prepare_data(model_cfg: MPTConfig, cfg: TrainConfig, world) -> list[Path]:
+    """The checked data folders; of data in a store, the copy on this node. A collective."""
+    folders = rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
+    if "://" in cfg.data_dir:
+        from text import fetch  # here, since most runs do without
 
-    def __init__(self, log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, start):
-        """peak: FLOP/s of all devices together, or None. start: a `resume.Start`."""
-        self.log, self.model_cfg, self.cfg = log, model_cfg, cfg
-        self.world, self.peak = world, peak
-        self.flops_per_token, _ = flops.flops_of(model_cfg, train=cfg)
-        self.cadence, self.timer = cadence, guard.straggler_timer
-        self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, start.step)
-        self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
-        self.unread = collections.deque()
-        self.clock = time.perf_counter()  # when the last step that was read had ended
-
-    @contextlib.contextmanager
-    def paused(self):
-        """What is done in this context is no training: it does not count as a step's time."""
-        begin = time.perf_counter()
-        yield
-        self.clock += time.perf_counter() - begin
-
-    def record(self, step: int, figures, agreed: StepConsensus) -> bool:
-        """Take the (loss, gradient norm, batch hash) of a step that was just queued, and log the
-        steps whose turn it is. A GPU's figures are read one step late, unless a save or an
-        evaluation follows. A collective.
-
-        Returns whether the last step that was read is bad. UserError after too many bad steps.
-        """
-        self.unread.append((step, start_reading(*figures), self.timer.take()))
-        is_followed = self.cadence.must_read_now(step + 1)  # by an evaluation or a save
-        read_now = bool(is_followed or agreed.save or agreed.stop_signal)
-        is_bad = False
-        while len(self.unread) > (0 if read_now else self.lag):
-            oldest = self.unread.popleft()
-            is_bad = self.log_step(*oldest, always_shown=read_now and not self.unread)
-        return is_bad
-
-    def log_step(self, step: int, read_figures, own_seconds, always_shown: bool) -> bool:
-        """Read one step and log its row. Returns whether it is bad."""
-        loss, grad_norm, batch_hash = read_figures()  # the one wait for the device
-        batch_hash = f"{batch_hash % 2**64:016x}"
-        now = time.perf_counter()
-        step_seconds, self.clock = now - self.clock, now
-        is_bad = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
-        memory_gb, slowest_rank, slowest_by = of_all_ranks(
-            self.world, own_seconds(), runlog.memory_gb(self.world.device)
-        )
-
-        tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
-        steps_taken = step + 1 - self.cadence.skips.before(step + 1)
-        tokens_per_second = tokens / step_seconds
-        row = {
-            "step": step + 1,
-            "tokens": steps_taken * tokens,
-            "loss": loss,
-            "lr": optim.learning_rate(step, self.cfg),
-            "grad_norm": grad_norm,
-            "batch_hash": batch_hash,
-            "skipped": is_bad,
-            "tokens_per_second": tokens_per_second,
-            "mfu": flops.utilization(self.flops_per_token, tokens_per_second, 1, self.peak),
-            "memory_gb": memory_gb,
-            "seconds": step_seconds,
-            "slowest_rank": slowest_rank,
-            "slowest_by": slowest_by,
-        }
-        self.log.row(row, always_shown or is_bad)
-        self.bad_steps.check()
-        return is_bad
+        processes.each_node_does(partial(fetch.copy, cfg.data_dir, *folders), world)
+    return folders
 
 
-def start_reading(*figures: torch.Tensor):
-    """Start copying a step's figures to the host. Returns a function that waits for them.
+def settle(model_cfg: MPTConfig, cfg: TrainConfig, world, start: Start) -> tuple[TrainConfig, str]:
+    """(cfg, precision): what the settings leave open, the same on all ranks. A collective."""
+    precision = parallel.choose_precision(cfg, world.device, start.precision)
+    compiles = False
+    if cfg.compile is True or world.device.type == "cuda":
+        from lifecycle import compiling  # here, since runs on a CPU do without
 
-    Call that after the next step is queued: then the GPU never waits for the host.
+        compiles = compiling.choose(model_cfg, cfg, world, precision)
+    cfg = replace(cfg, compile=compiles)
+    record = Path(cfg.run_dir, "microbatch.json")  # of a start that ran out of memory
+    if cfg.microbatch_size == "auto" or rank_zero_decides(record.exists):
+        from lifecycle import microbatch
+
+        cfg = replace(cfg, microbatch_size=microbatch.fit(model_cfg, cfg, world, precision))
+    return cfg, precision
+
+
+def prepare_evaluation(model_cfg: MPTConfig, cfg: TrainConfig, tokenizer_file: Path):
+    """(tasks, tokenizer) for --icl_interval, else ([], None).
+
+    UserError if a task or a tokenizer is missing: now, not hours later.
     """
-    on_gpu = figures[0].is_cuda
-    copies = [figure.to("cpu", non_blocking=on_gpu) for figure in figures]
-    copied = torch.cuda.current_stream().record_event() if on_gpu else None
+    tasks, tokenizer = [], None
+    if cfg.icl_interval:
+        from evaluation import zero_shot  # here, since most runs do without
 
-    def read() -> list:
-        if copied:
-            copied.synchronize()
-        return [copy.item() for copy in copies]
+        tasks, tokenizer = zero_shot.prepare(model_cfg, cfg, tokenizer_file)
+    if cfg.init_from:
+        from weights import load
 
-    return read
+        given = cfg.init_from, cfg.tokenizer, tokenizer_file
+        rank_zero_decides(partial(load.check_same_tokenizer, *given))
+    return tasks, tokenizer
+
+
+def load_weights(start: Start, cfg: TrainConfig, model, optimizer) -> dict:
+    """Fill model and optimizer from the checkpoint, or the model from --init_from. A collective.
+
+    A checkpoint of adapters lacks the weights of their base, which are loaded first. Returns what
+    the next checkpoints will say of the base (nothing without adapters): see `load.base_of`.
+    """
+    base = find_base(start, cfg)
+    # A new run's first weights, or the frozen base of adapters, which checkpoints lack.
+    if start.init_from and (base or not start.checkpoint):
+        from weights import load  # here, since most runs do without
+
+        path = base.get("base", start.init_from)
+        if base and not start.checkpoint:
+            load.warn_if_it_may_go(path)
+        load.init_from(model, path)
+        rank_zero_decides(partial(load.keep_generation, path, cfg.run_dir))
+    if start.checkpoint:
+        checkpoint.load(start.checkpoint, model, optimizer)
+    return base
+
+
+def find_base(start: Start, cfg: TrainConfig) -> dict:
+    """The base of a run with adapters, as of `load.base_of`; nothing for another. A collective."""
+    if not cfg.lora_rank:
+        return {}
+    from weights import load  # here, since most runs do without
+
+    fix = "set --init_from to them"
+    if start.step >= cfg.max_steps:
+        fix += ", or --resume=again to train anew"
+    return rank_zero_decides(partial(load.base_of, start.init_from, start.meta, fix))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -240,7 +229,7 @@ def planned_time(
         fleet = Fleet(device, world.global_size, world.local_size)
         plan = search.evaluate(model_cfg, cfg, fleet)
         slow, fast, _ = certainty.band(model_cfg, cfg, fleet)
-    except program.UserError:  # planning cannot split the model in this way
+    except UserError:  # planning cannot split the model in this way
         return least_time(model_cfg, cfg, world, precision, peak, first)
     seconds = plan.seconds["step"]
     steps = cfg.max_steps - first
@@ -360,7 +349,7 @@ def rate_note(cfg: TrainConfig, start) -> list[str]:
     if f"{first:.2e}" in (f"{last:.2e}", f"{expected:.2e}"):
         return []
 
-    changed = ", ".join(resume.differing(optim.RATE_SETTINGS, saved, ours))
+    changed = ", ".join(checkpoint.differing(optim.RATE_SETTINGS, saved, ours))
     jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
     return [f"note: the checkpoint has {changed}: {jump}"]
 
