@@ -61,7 +61,6 @@ from storage.checkpoint_files import (
 OPTIONS = StateDictOptions(
     flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False
 )
-BYTES_PER_PARAMETER = 12  # the fp32 weight and Adam's two fp32 moments
 # What decides what a model computes.
 SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
 
@@ -225,30 +224,6 @@ def prepare(path: Path, meta: dict) -> None:
     """
     path.mkdir()
     files.write_json(path / "meta.json", meta)
-
-
-# --------------------------------------------------------------------------------------------------
-# Disk space
-
-
-def space(run_dir: str, n_params: int, keep_last: int) -> str:
-    """One line: the size of a checkpoint and the free disk space, with a warning if it is short.
-
-    There must be room for keep_last checkpoints and one more: one is written before the oldest is
-    removed.
-    """
-    run = Path(run_dir)
-    size = BYTES_PER_PARAMETER * n_params
-    free = files.free_bytes(run)
-    n_needed = max(1, keep_last + 1 - len(complete(run / "checkpoints")))
-    size_in_words = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
-    line = f"{size_in_words} a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
-    if n_needed * size > free:
-        line += (
-            f". WARNING: not enough for {n_needed} more: free some disk space, lower --keep_last, "
-            "or move --run_dir"
-        )
-    return line
 
 
 # --------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import checkpoint
 import fsdp_train
+from lifecycle import beginning
 from optim import ADAMW
 from program import UserError
 from storage import files
@@ -459,13 +460,13 @@ def test_missing_disk_space_is_warned_of(tmp_path, n_saved, n_needed):
     run = tmp_path / "run"
     for step in range(n_saved):
         made_up(run, step)
-    line = checkpoint.space(str(run), 100_000_000, 3)
+    line = beginning.space(str(run), 100_000_000, 3)
     assert line.startswith("1.20 GB a checkpoint, ") and line.endswith(f" GB free for {run}")
-    assert checkpoint.space(str(run), 8_000, 3).startswith("0.096 MB a checkpoint, ")
+    assert beginning.space(str(run), 8_000, 3).startswith("0.096 MB a checkpoint, ")
 
     largest = shutil.disk_usage(tmp_path).free / n_needed / 12  # parameters that would fit
-    fits = checkpoint.space(str(run), int(0.9 * largest), 3)
-    too_large = checkpoint.space(str(run), int(1.1 * largest), 3)
+    fits = beginning.space(str(run), int(0.9 * largest), 3)
+    too_large = beginning.space(str(run), int(1.1 * largest), 3)
     assert "WARNING" not in fits
     assert f"WARNING: not enough for {n_needed} more: " in too_large and "\n" not in too_large
 
