@@ -17,42 +17,27 @@ saving fails on one rank, it fails on all, with one error.
 
 A run with adapters (lora.py) saves what it trains, and says which base it belongs to.
 
-What the files must hold, and how they are read without trusting them: storage/checkpoint_files.py.
-
-Run `python checkpoint.py`, or under torchrun, to see how long saving, checking and loading take. A
-first save takes longer: it allocates the copy in host memory.
+What the files must hold, how they are written, and how they are read without trusting them:
+storage/checkpoint_files.py. What DCP must know of tensors cut by --tp: storage/pieces.py.
 """
 
 import contextlib
-import json
 import os
 import platform
 import re
 import shutil
-import tempfile
-import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import attention
-import parallel
 import processes
 import program
 from config import MPTConfig, TrainConfig, from_dict
@@ -62,8 +47,9 @@ from processes import rank_zero_decides, together
 from program import UserError, require
 from storage import checkpoint_files, files
 from storage.checkpoint_files import (
+    Stager,
+    Writer,
     cause_of,
-    checksum,
     read_meta,
     read_metadata,
     reason_of,
@@ -75,7 +61,6 @@ from storage.checkpoint_files import (
 OPTIONS = StateDictOptions(
     flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False
 )
-BYTES_PER_PARAMETER = 12  # the fp32 weight and Adam's two fp32 moments
 # What decides what a model computes.
 SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
 
@@ -135,7 +120,7 @@ class Checkpointer:
         future = dcp.async_save(
             state,
             storage_writer=Writer(path, self.reads_back),
-            planner=SavePlanner(layout_of(model)),
+            planner=save_planner(layout_of(model)),
             process_group=self.group,
             async_stager=self.stager,
         )
@@ -167,9 +152,9 @@ class Checkpointer:
             raise error
         path = self.folder / f"step-{step}"
         temporary = path.with_suffix(".tmp")
-        sync(temporary)
+        files.sync(temporary)
         temporary.rename(path)
-        sync(self.folder)  # now the new name survives a power failure
+        files.sync(self.folder)  # now the new name survives a power failure
         self.reads_back = False
         for old in complete(self.folder)[: -self.keep_last]:
             is_imported = number(old) == 0  # training saves its first after step 1
@@ -190,7 +175,7 @@ class Checkpointer:
             except (Exception, dcp.CheckpointException) as error:  # the latter: a BaseException
                 reason = reason_of(error)
                 if not isinstance(cause_of(error), UserError):
-                    reason += f" ({free_bytes(self.folder) / 1e9:.2f} GB are free there)"
+                    reason += f" ({files.free_bytes(self.folder) / 1e9:.2f} GB are free there)"
                 shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
                 message = f"could not save step {step}: {reason}. {self.last_good()}"
                 raise UserError(message) from error
@@ -203,186 +188,27 @@ class Checkpointer:
         return f"The last good checkpoint is {newest}" if newest else "There is no checkpoint yet"
 
 
-class Stager(AsyncStager):
-    """Copies weights and optimizer from `device` to host memory, which is kept from save to save.
-
-    Allocating takes longer than copying. In place of DCP's DefaultStager, which in torch 2.11 fails
-    at the second save.
-    """
-
-    _synchronize_after_execute = False  # `stage` waits
-
-    def __init__(self, device: torch.device):
-        # ROCm stages through pageable memory. The copier pins what it has allocated already, tensor
-        # by tensor: AMD advises against that for gigabytes, and some versions refuse a second piece
-        # of a page, which small tensors share (read, not run).
-        self.pinned = device.type == "cuda" and torch.version.hip is None
-        self.copier = StateDictStager(pin_memory=self.pinned, share_memory=False)
-
-    def stage(self, state_dict: dict) -> dict:
-        """The copy. Training may change the tensors as soon as this returns.
-
-        UserError if host memory is too small.
-        """
-        try:
-            copy = self.copier.stage(state_dict, non_blocking=self.pinned)
-        except (RuntimeError, MemoryError) as error:
-            if not program.out_of_memory(error):
-                raise
-            # Not the device's memory: a smaller microbatch would not help.
-            raise UserError(
-                f"no host memory for the copy of a checkpoint ({program.one_line(error)}): run "
-                "fewer ranks on a machine, or shard the model over more"
-            ) from error
-        if self.pinned:
-            torch.cuda.synchronize()  # the copies were only enqueued
-        return copy
-
-
-class Writer(dcp.FileSystemWriter):
-    """DCP's writer, plus checksums: each rank computes its files' while they are synced.
-
-    reads_back: also make sure that our own reader can read what was written.
-    """
-
-    def __init__(self, path: Path, reads_back: bool = True):
-        # write_data syncs the files, and the tensors are in host memory already.
-        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
-        self.reads_back = reads_back
-
-    def write_data(self, plan, planner):
-        """Write this rank's pieces, in the background thread.
-
-        Returns DCP's results, which rank 0 gathers, and appends {file name: [bytes, crc32]}.
-        Raises UserError if a weight is not finite: no run can continue from it.
-        """
-        for item in plan.items:
-            if item.index.fqn.startswith("model."):
-                require_finite(item.index.fqn.removeprefix("model."), planner.resolve_data(item))
-        try:
-            results = super().write_data(plan, planner).wait()
-        except Exception as error:
-            raise cause_of(error) from error
-
-        paths = {self.path / result.storage_data.relative_path for result in results}
-        with ThreadPoolExecutor() as pool:
-            synced = pool.map(sync, paths)  # the disk works while we compute checksums
-            results.append({path.name: checksum(path) for path in paths})
-        list(synced)  # raises what sync raised
-        done = torch.futures.Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata, results) -> None:
-        """Write `.metadata` and the checksums of all files. On rank 0, after all ranks."""
-        checksums = {}
-        for of_rank in results:
-            checksums |= of_rank.pop()
-        super().finish(metadata, results)
-        sync(self.path / ".metadata")
-        for name in (".metadata", "meta.json"):
-            checksums[name] = checksum(self.path / name)
-        write_json(self.path / "checksums.json", checksums)
-        if self.reads_back:
-            checkpoint_files.read_back(self.path)
-
-
-class Pieces(torch.Tensor):
-    """A tensor that lies on this rank in blocks, in the form that DCP asks for.
-
-    pieces: [(corner in the whole tensor, view of this rank's memory), ...]. DCP saves and fills the
-    views. It knows no other way to say that a rank has three spans of rows (of Wqkv).
-    """
-
-    @staticmethod
-    def __new__(cls, shape, dtype, pieces):
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-
-    def __init__(self, shape, dtype, pieces):
-        self.pieces = pieces
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise NotImplementedError(f"{function} on a tensor that lies in pieces")
-
-    def __repr__(self):
-        return f"Pieces({tuple(self.shape)}, {[corner for corner, _ in self.pieces]})"
-
-    def __create_chunk_list__(self):
-        return [ChunkStorageMetadata(torch.Size(corner), x.shape) for corner, x in self.pieces]
-
-    def __get_tensor_shard__(self, index):
-        return next(x for corner, x in self.pieces if tuple(index.offset) == corner)
-
-    def __create_write_items__(self, name, tensor):
-        items = []
-        for number, (chunk, (_, x)) in enumerate(
-            zip(self.__create_chunk_list__(), self.pieces, strict=True)
-        ):
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(x), self.shape)
-            index = MetadataIndex(name, chunk.offsets, number)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return items
-
-
 def layout_of(model: MPT):
     """Which part of each tensor this tensor rank has (`tensor_parallel.Layout`); None: all."""
     return getattr(model, "layout", None)
 
 
-def in_pieces(state: dict, layout) -> dict:
-    """The same flat state dict; tensors that tensor parallelism has cut become `Pieces`.
-
-    Keys: names of parameters, or as DCP flattens them: model.NAME, optim.state.NAME.exp_avg.
-    """
-    if layout is None:
-        return state
-    found = {}
-    for key, value in state.items():
-        name = name_of_param(key)
-        if isinstance(value, torch.Tensor) and value.dim() and layout.spans(name):
-            require(
-                layout.fits(name, value),
-                f"the optimizer's {key} does not have the shape of its weight: set --tp=1",
-            )
-            shape = layout.whole_shape(name, value.shape)
-            value = Pieces(shape, value.dtype, layout.pieces(name, value))
-        found[key] = value
-    return found
-
-
-def name_of_param(key: str) -> str:
-    """optim.state.transformer.wte.weight.exp_avg -> transformer.wte.weight"""
-    if key.startswith("optim.state."):
-        return key.removeprefix("optim.state.").rpartition(".")[0]
-    return key.removeprefix("model.")
-
-
-class InPieces:
-    """Part of a planner of DCP: shows it the tensors in pieces."""
-
-    def __init__(self, layout):
-        super().__init__()
-        self.layout = layout
-
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
-        """Begin: DCP flattens the state dict. For saving it looks for this name of an argument."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = in_pieces(self.state_dict, self.layout)
-
-
-class SavePlanner(InPieces, DefaultSavePlanner):
+def save_planner(layout):
     """DCP's planner for saving. If several ranks have the same piece, one of them writes it."""
+    if layout is None:
+        return DefaultSavePlanner()
+    from storage import pieces  # here, since most runs do without --tp
+
+    return pieces.SavePlanner(layout)
 
 
-class LoadPlanner(InPieces, checkpoint_files.Planner):
-    """Ours for loading."""
+def load_planner(layout):
+    """Our planner for loading."""
+    if layout is None:
+        return checkpoint_files.Planner()
+    from storage import pieces
 
-
-def require_finite(name: str, weights: torch.Tensor) -> None:
-    """Raise UserError if there is a NaN or an infinity among the weights."""
-    finite = not weights.numel() or all(bound.isfinite() for bound in weights.aminmax())
-    require(finite, f"{name} contains NaN or infinity")
+    return pieces.LoadPlanner(layout)
 
 
 def state_of(model: MPT, optimizer) -> dict:
@@ -397,51 +223,7 @@ def prepare(path: Path, meta: dict) -> None:
     Its parent is not made: if the run folder vanished, that is an error.
     """
     path.mkdir()
-    write_json(path / "meta.json", meta)
-
-
-def write_json(path: Path, values: dict) -> None:
-    """Write a JSON file; it is on disk when this returns."""
-    path.write_text(json.dumps(values, indent=2))
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-# --------------------------------------------------------------------------------------------------
-# Disk space
-
-
-def free_bytes(folder: Path) -> int:
-    """Free bytes on the file system of a folder that may not exist yet."""
-    folder = folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return shutil.disk_usage(existing).free
-
-
-def space(run_dir: str, n_params: int, keep_last: int) -> str:
-    """One line: the size of a checkpoint and the free disk space, with a warning if it is short.
-
-    There must be room for keep_last checkpoints and one more: one is written before the oldest is
-    removed.
-    """
-    run = Path(run_dir)
-    size = BYTES_PER_PARAMETER * n_params
-    free = free_bytes(run)
-    n_needed = max(1, keep_last + 1 - len(complete(run / "checkpoints")))
-    size_in_words = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
-    line = f"{size_in_words} a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
-    if n_needed * size > free:
-        line += (
-            f". WARNING: not enough for {n_needed} more: free some disk space, lower --keep_last, "
-            "or move --run_dir"
-        )
-    return line
+    files.write_json(path / "meta.json", meta)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -538,7 +320,7 @@ def fill(path: Path, state: dict, metadata: Metadata | None = None, layout=None)
         dcp.load(
             state,
             storage_reader=checkpoint_files.Reader(path, metadata),
-            planner=LoadPlanner(layout),
+            planner=load_planner(layout),
             no_dist=not dist.is_initialized(),
         )
 
@@ -681,40 +463,3 @@ def comparable(settings: dict) -> dict:
 def norm_of(norm_type: str) -> str:
     """The function of a norm, whatever its precision."""
     return norm_type.removeprefix("low_precision_")
-
-
-# --------------------------------------------------------------------------------------------------
-# Demonstration
-
-
-def demonstrate(argv: list[str]) -> None:
-    """Save, check and load 50 million parameters in a temporary folder; print the seconds."""
-    program.arguments(argv)
-    model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
-    world = processes.start()
-    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
-    folder = rank_zero_decides(lambda: Path(tempfile.mkdtemp()))
-    saver = Checkpointer(folder, world.device, keep_last=1)
-    meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "none"}
-    rows = []
-
-    def timed(what, action, *args):
-        dist.barrier()
-        begin = time.perf_counter()
-        action(*args)
-        rows.append([what, f"{time.perf_counter() - begin:.2f} s"])
-
-    for step in (1, 2):
-        timed(f"save {step}: training waits", saver.save, step, model, optimizer, meta)
-        timed("and it is on disk", saver.finish)
-    newest = latest(folder)
-    timed("verify", verify, newest)
-    timed("load", load, newest, model, optimizer)
-    if world.global_rank == 0:
-        shutil.rmtree(folder)
-        gigabytes = BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters()) / 1e9
-        print(program.table([f"{gigabytes:.2f} GB, {world.global_size} ranks", "time"], rows))
-
-
-if __name__ == "__main__":
-    processes.run(demonstrate)

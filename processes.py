@@ -303,12 +303,13 @@ def report_user_error(error: BaseException) -> None:
 # Agreeing
 
 
-def together(action, on: str | int = "all"):
+def together(action, on: str | int = "all", group: dist.ProcessGroup | None = None):
     """Call `action()` on "all" ranks, or on rank 0; if it fails on one, all raise its error.
 
     Returns the results of all ranks, or that of rank 0. A collective, which also works in a process
     without others. UserError and OSError (a full disk, a missing permission) are shared, as a
-    UserError; any other exception is a bug, and ends its own rank.
+    UserError; any other exception is a bug, and ends its own rank. group: in which the ranks tell
+    each other.
     """
     if not dist.is_initialized():
         return action() if on == 0 else [action()]
@@ -321,9 +322,9 @@ def together(action, on: str | int = "all"):
             error = kind(str(failure), on_all_ranks=True)
     found = [(result, error)] * (dist.get_world_size() if on == "all" else 1)
     if on == "all":
-        dist.all_gather_object(found, found[0])
+        dist.all_gather_object(found, found[0], group)
     else:
-        dist.broadcast_object_list(found, src=on, device=torch.device("cpu"))
+        dist.broadcast_object_list(found, src=on, group=group, device=torch.device("cpu"))
     for _, error in found:
         if error:
             raise error
@@ -344,17 +345,7 @@ def each_node_does(action, world: World) -> None:
     if world.global_size == 1:
         return action()
     group = new_group(timedelta(days=7))  # in which the others wait
-    problem = None
-    if world.local_rank == 0:
-        try:
-            action()
-        except (UserError, OSError) as error:
-            problem = error if isinstance(error, UserError) else UserError(str(error))
-            problem.on_all_ranks = True
-    problems = [None] * world.global_size
-    dist.all_gather_object(problems, problem, group=group)
-    for problem in filter(None, problems):
-        raise problem
+    together(action if world.local_rank == 0 else lambda: None, group=group)
 
 
 def all_max(numbers: list[float], world: World) -> list[float]:

@@ -5,8 +5,7 @@
     python -m bench NAME --help                     what a benchmark does, and its settings
 
 Only the named benchmark is imported. bench/results/ keeps results, with device, versions, date and
-command. `python data.py`, `python checkpoint.py` and `python generate.py` print the speed of
-reading, of saving and of decoding.
+command. `python data.py` and `python generate.py` print the speed of reading and of decoding.
 """
 
 import program

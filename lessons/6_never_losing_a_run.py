@@ -520,7 +520,7 @@ print(program.table(("seconds of a save", "save every", "share of time lost"), c
 # %% [markdown]
 # That is why checkpoint.py writes in the background: only the copy to host memory stops the
 # training, so d is small although the file is large. The measured figures of this project are
-# in bench/results/cpu.md; `python checkpoint.py` takes them on your machine.
+# in bench/results/cpu.md.
 #
 # ## The exercise
 #
@@ -564,6 +564,7 @@ print(program.table(("seconds of a save", "save every", "share of time lost"), c
 #    loads without an error, and the model is a mixture that nobody trained. A missing checkpoint
 #    is noticed. So no path is ever written twice (checkpoint.py), and checksums show mixtures.
 # 3. The training diverged, or a device computed wrongly, and then a sound file was written of it.
-#    Checksums find what changed after they were computed, and nothing else. checkpoint.py::Writer
-#    refuses to save weights that are not finite, so the good checkpoints before it stay; and
-#    train_step skips an update whose loss or gradient norm is not finite.
+#    Checksums find what changed after they were computed, and nothing else. What writes them,
+#    storage/checkpoint_files.py::Writer, refuses to save weights that are not finite, so the good
+#    checkpoints before it stay; and train_step skips an update whose loss or gradient norm is not
+#    finite.

@@ -23,6 +23,7 @@ from lifecycle.resume import Start
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, require
+from storage import files
 
 
 def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
@@ -191,7 +192,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         f"{cfg.run_dir}: {begins}",
         *rate_note(cfg, start),
         planned_time(model_cfg, cfg, world, precision, peak, start.step),
-        checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
+        space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
         *team_warning(cfg, world),
         *stage_warnings(cfg, world, n_microbatches),
@@ -260,6 +261,26 @@ def least_time(
         f"steps, since a matmul reaches {rate / 1e12:.3g} TFLOP/s; the lines after step 1 say how "
         "much is left"
     )
+
+
+def space(run_dir: str, n_params: int, keep_last: int) -> str:
+    """One line: the size of a checkpoint and the free disk space, with a warning if it is short.
+
+    There must be room for keep_last checkpoints and one more: one is written before the oldest is
+    removed.
+    """
+    run = Path(run_dir)
+    size = 12 * n_params  # the fp32 weight and Adam's two fp32 moments
+    free = files.free_bytes(run)
+    n_needed = max(1, keep_last + 1 - len(checkpoint.complete(run / "checkpoints")))
+    size_in_words = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    line = f"{size_in_words} a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
+    if n_needed * size > free:
+        line += (
+            f". WARNING: not enough for {n_needed} more: free some disk space, lower --keep_last, "
+            "or move --run_dir"
+        )
+    return line
 
 
 def describe_data(dataset, cfg: TrainConfig) -> list[str]:

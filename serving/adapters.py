@@ -45,6 +45,7 @@ import program
 from model import MPT
 from program import UserError, require
 from serving.decoder import Decoder, PackedLinear
+from storage import checkpoint_files
 from weights import load, peft
 from weights.peft import Adapter
 
@@ -275,7 +276,7 @@ class AdapterBank:
             wide = torch.promote_types(B.dtype, row.dtype)
             factors[:, : place.in_features].copy_(A)
             factors[:, place.in_features :].copy_(B.T.to(wide) * found.scale)
-        checkpoint.require_finite(f"{adapter}, in {row.dtype},", row)
+        checkpoint_files.require_finite(f"{adapter}, in {row.dtype},", row)
         self.slots[slot].copy_(row)
 
     def check(self, adapter: str, found: Adapter) -> None:

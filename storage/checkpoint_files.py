@@ -1,4 +1,4 @@
-"""The files of a checkpoint, read without trusting whoever wrote them.
+"""The files of a checkpoint: how they are written, and read without trusting whoever did it.
 
     checksums.json     bytes and crc32 of each other file: finds what a disk or a copy damaged
     meta.json          step, settings, data fingerprint
@@ -23,10 +23,12 @@ import platform
 import re
 import stat
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -35,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.staging import AsyncStager
 
 import config
 import program
@@ -387,6 +390,100 @@ def reason_of(error: BaseException) -> str:
         return program.one_line(error) or type(error).__name__
     refused = re.search(r"GLOBAL (\S+)", str(error))
     return f"it would run {refused[1]}" if refused else "it holds more than tensors and numbers"
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+class Stager(AsyncStager):
+    """Copies weights and optimizer from `device` to host memory, which is kept from save to save.
+
+    Allocating takes longer than copying. In place of DCP's DefaultStager, which in torch 2.11 fails
+    at the second save.
+    """
+
+    _synchronize_after_execute = False  # `stage` waits
+
+    def __init__(self, device: torch.device):
+        # ROCm stages through pageable memory. The copier pins what it has allocated already, tensor
+        # by tensor: AMD advises against that for gigabytes, and some versions refuse a second piece
+        # of a page, which small tensors share (read, not run).
+        self.pinned = device.type == "cuda" and torch.version.hip is None
+        self.copier = StateDictStager(pin_memory=self.pinned, share_memory=False)
+
+    def stage(self, state_dict: dict) -> dict:
+        """The copy. Training may change the tensors as soon as this returns.
+
+        UserError if host memory is too small.
+        """
+        try:
+            copy = self.copier.stage(state_dict, non_blocking=self.pinned)
+        except (RuntimeError, MemoryError) as error:
+            if not program.out_of_memory(error):
+                raise
+            # Not the device's memory: a smaller microbatch would not help.
+            raise UserError(
+                f"no host memory for the copy of a checkpoint ({program.one_line(error)}): run "
+                "fewer ranks on a machine, or shard the model over more"
+            ) from error
+        if self.pinned:
+            torch.cuda.synchronize()  # the copies were only enqueued
+        return copy
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer, plus checksums: each rank computes its files' while they are synced.
+
+    reads_back: also make sure that our own reader can read what was written.
+    """
+
+    def __init__(self, path: Path, reads_back: bool = True):
+        # write_data syncs the files, and the tensors are in host memory already.
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
+        self.reads_back = reads_back
+
+    def write_data(self, plan, planner):
+        """Write this rank's pieces, in the background thread.
+
+        Returns DCP's results, which rank 0 gathers, and appends {file name: [bytes, crc32]}.
+        Raises UserError if a weight is not finite: no run can continue from it.
+        """
+        for item in plan.items:
+            if item.index.fqn.startswith("model."):
+                require_finite(item.index.fqn.removeprefix("model."), planner.resolve_data(item))
+        try:
+            results = super().write_data(plan, planner).wait()
+        except Exception as error:
+            raise cause_of(error) from error
+
+        paths = {self.path / result.storage_data.relative_path for result in results}
+        with ThreadPoolExecutor() as pool:
+            synced = pool.map(files.sync, paths)  # the disk works while we compute checksums
+            results.append({path.name: checksum(path) for path in paths})
+        list(synced)  # raises what sync raised
+        done = torch.futures.Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata, results) -> None:
+        """Write `.metadata` and the checksums of all files. On rank 0, after all ranks."""
+        checksums = {}
+        for of_rank in results:
+            checksums |= of_rank.pop()
+        super().finish(metadata, results)
+        files.sync(self.path / ".metadata")
+        for name in (".metadata", "meta.json"):
+            checksums[name] = checksum(self.path / name)
+        files.write_json(self.path / "checksums.json", checksums)
+        if self.reads_back:
+            read_back(self.path)
+
+
+def require_finite(name: str, weights: torch.Tensor) -> None:
+    """Raise UserError if there is a NaN or an infinity among the weights."""
+    finite = not weights.numel() or all(bound.isfinite() for bound in weights.aminmax())
+    require(finite, f"{name} contains NaN or infinity")
 
 
 def main(argv: list[str]) -> None:

@@ -28,6 +28,7 @@ import math
 import os
 import platform
 import secrets
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -324,6 +325,25 @@ def write_and_rename(temporary: Path, content: bytes, path: Path) -> None:
     except BaseException:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path, values: dict) -> None:
+    """Write a JSON file, as `write_atomically` does."""
+    write_atomically(path, json.dumps(values, indent=2).encode())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the file system of a folder that may not exist yet."""
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 @contextlib.contextmanager

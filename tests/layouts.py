@@ -26,6 +26,7 @@ from loss import IGNORE
 from model import initial_weight
 from program import UserError
 from storage.checkpoint_files import read_metadata
+from storage.pieces import name_of_param
 
 # A vocabulary of 99 cannot be cut into equal parts, nor five layers into two, three or four stages.
 MODEL = MPTConfig(
@@ -213,7 +214,7 @@ def unlike(path, model, optimizer) -> list[str]:
             name = f"{part}.{key}"
             pieces = [((), value)]  # of a scalar
             if value.dim():
-                pieces = places(layout, checkpoint.name_of_param(name), value.detach())
+                pieces = places(layout, name_of_param(name), value.detach())
             wrong += [key for place, piece in pieces if not torch.equal(whole[name][place], piece)]
     return wrong
 

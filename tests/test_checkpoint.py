@@ -30,8 +30,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import checkpoint
 import fsdp_train
+from lifecycle import beginning
 from optim import ADAMW
 from program import UserError
+from storage import files
+from storage.checkpoint_files import Stager, checksum
 from weights import load
 
 META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint": "f00"}
@@ -327,16 +330,16 @@ def test_only_a_run_on_an_nvidia_gpu_stages_through_pinned_memory(monkeypatch):
     """Not a run on the CPU of a machine with a GPU, and not one on ROCm."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert checkpoint.Stager(gpu).pinned
+    assert Stager(gpu).pinned
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not checkpoint.Stager(gpu).pinned
+    assert not Stager(gpu).pinned
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not checkpoint.Stager(cpu).pinned
+    assert not Stager(cpu).pinned
 
 
 def test_too_little_host_memory_is_not_taken_for_too_little_of_the_device(monkeypatch):
-    stager = checkpoint.Stager(torch.device("cpu"))
+    stager = Stager(torch.device("cpu"))
 
     def refuse(*args, **kwargs):
         raise RuntimeError("CUDA error: out of memory")  # of cudaHostRegister
@@ -347,7 +350,7 @@ def test_too_little_host_memory_is_not_taken_for_too_little_of_the_device(monkey
 
 
 def test_staging_copies_into_the_same_memory_again():
-    stager = checkpoint.Stager(torch.device("cpu"))
+    stager = Stager(torch.device("cpu"))
     weight = torch.zeros(1000)
     first = stager.stage({"weight": weight, "step": 3})
     weight += 1
@@ -445,9 +448,9 @@ def made_up(run, step, **meta):
     path = Path(run) / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
     (path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
-    checkpoint.write_json(path / "meta.json", {"step": step, **META, **meta})
-    checksums = {name: checkpoint.checksum(path / name) for name in (".metadata", "meta.json")}
-    checkpoint.write_json(path / "checksums.json", checksums)
+    files.write_json(path / "meta.json", {"step": step, **META, **meta})
+    checksums = {name: checksum(path / name) for name in (".metadata", "meta.json")}
+    files.write_json(path / "checksums.json", checksums)
     return path
 
 
@@ -457,13 +460,13 @@ def test_missing_disk_space_is_warned_of(tmp_path, n_saved, n_needed):
     run = tmp_path / "run"
     for step in range(n_saved):
         made_up(run, step)
-    line = checkpoint.space(str(run), 100_000_000, 3)
+    line = beginning.space(str(run), 100_000_000, 3)
     assert line.startswith("1.20 GB a checkpoint, ") and line.endswith(f" GB free for {run}")
-    assert checkpoint.space(str(run), 8_000, 3).startswith("0.096 MB a checkpoint, ")
+    assert beginning.space(str(run), 8_000, 3).startswith("0.096 MB a checkpoint, ")
 
     largest = shutil.disk_usage(tmp_path).free / n_needed / 12  # parameters that would fit
-    fits = checkpoint.space(str(run), int(0.9 * largest), 3)
-    too_large = checkpoint.space(str(run), int(1.1 * largest), 3)
+    fits = beginning.space(str(run), int(0.9 * largest), 3)
+    too_large = beginning.space(str(run), int(1.1 * largest), 3)
     assert "WARNING" not in fits
     assert f"WARNING: not enough for {n_needed} more: " in too_large and "\n" not in too_large
 

@@ -150,13 +150,14 @@ def checkpoint_file(name):
         import torch.distributed.checkpoint as dcp
 
         import checkpoint
+        from storage.checkpoint_files import Writer
 
         model, path = tiny_model(), folder / "checkpoints/step-3"
         path.parent.mkdir()
         meta = {"step": 3, **asdict(model.cfg), **asdict(train_config(folder)), "precision": "fp32"}
         checkpoint.prepare(path, meta | {"data_fingerprint": "0123"})
         state = {"model": model.state_dict()}
-        dcp.save(state, storage_writer=checkpoint.Writer(path), no_dist=True)
+        dcp.save(state, storage_writer=Writer(path), no_dist=True)
         return path / name
 
     return make

@@ -13,6 +13,7 @@ import checkpoint
 import lora
 import tensor_parallel
 from lifecycle import runlog
+from storage.checkpoint_files import checksum
 from weights import hf, load
 
 pytestmark = pytest.mark.slow
@@ -115,7 +116,7 @@ def rewrite(meta, values) -> None:
     """Change a checkpoint's meta.json as its checksums allow."""
     meta.write_text(json.dumps(values))
     sums = json.loads((meta.parent / "checksums.json").read_text())
-    sums["meta.json"] = checkpoint.checksum(meta)
+    sums["meta.json"] = checksum(meta)
     (meta.parent / "checksums.json").write_text(json.dumps(sums))
 
 

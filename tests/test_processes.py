@@ -290,6 +290,20 @@ def test_a_rank_that_ends_or_stands_still_before_the_loop_is_named(
         assert all(named in line for line in lines), lines
 
 
+def fail_alone(argv):
+    """Rank 1 has an error of its own; rank 0 is not even in a collective with it."""
+    if processes.start("cpu").global_rank == 1:
+        raise UserError("my disk is full")
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_before_the_loop_ends_all_with_its_status(tmp_path):
+    with Job(tmp_path, 2, fail_alone) as job:
+        assert job.wait() == [2, 2]
+        assert job.errors() == ["error on rank 1: my disk is full"]
+
+
 # -------------------------------------------------------------------------------------------------
 # How a rank ends
 

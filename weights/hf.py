@@ -30,7 +30,7 @@ from model import MPT
 from processes import rank_zero_decides
 from program import UserError, require
 from storage import files
-from storage.checkpoint_files import read_metadata, reason_of
+from storage.checkpoint_files import Writer, read_metadata, reason_of
 from tensor_parallel import Team, cut, layout_of
 from text import tokenizer as tokenizers
 from weights import card, hf_tokenizer
@@ -150,9 +150,9 @@ def published(folder: Path):
         staging.mkdir(parents=True)
         yield staging
         for path in (*staging.rglob("*"), staging):
-            checkpoint.sync(path)
+            files.sync(path)
         staging.rename(folder)
-        checkpoint.sync(folder.parent)
+        files.sync(folder.parent)
     except (OSError, dcp.CheckpointException) as error:  # the latter is only a BaseException
         raise UserError(f"could not write {folder}: {reason_of(error)}") from error
     finally:
@@ -271,7 +271,7 @@ def write_checkpoint(path: Path, meta: dict, state: dict) -> None:
     checkpoint.prepare(path, meta)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        dcp.save(state, storage_writer=checkpoint.Writer(path), no_dist=True)
+        dcp.save(state, storage_writer=Writer(path), no_dist=True)
 
 
 @dataclass

@@ -37,7 +37,7 @@ import program
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig
 from model import MPT
 from program import UserError, require
-from storage import files
+from storage import checkpoint_files, files
 from weights import card, hf, hf_tokenizer, load
 from weights.adapters import Adapter, check_fits, of_run
 from weights.tensor_files import Stored, opened, stored_as, write_safetensors
@@ -136,7 +136,7 @@ def mapped(path: Path, rank: int) -> dict[str, torch.Tensor]:
         check_pairs(stored, rank, path.parent)
         tensors = {ours: content[theirs.name][:] for ours, theirs in stored.items()}
     for name, tensor in tensors.items():
-        checkpoint.require_finite(f"{name} in {path}", tensor)
+        checkpoint_files.require_finite(f"{name} in {path}", tensor)
     return tensors
 
 

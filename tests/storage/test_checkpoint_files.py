@@ -36,11 +36,13 @@ from program import UserError
 from storage.checkpoint_files import (
     Unpickler,
     cause_of,
+    checksum,
     find_damage,
     read_back,
     read_metadata,
     reason_of,
 )
+from storage.files import write_json
 from text import tokenizer as tokenizers
 from weights import hf, load
 
@@ -75,8 +77,8 @@ def seal(path: Path, **more) -> Path:
     """Write checksums that fit the files as they are now, as an attacker would."""
     table = path / "checksums.json"
     files = [file for file in path.iterdir() if file.is_file() and file != table]
-    checksums = {file.name: checkpoint.checksum(file) for file in files}
-    checkpoint.write_json(table, checksums | more)
+    checksums = {file.name: checksum(file) for file in files}
+    write_json(table, checksums | more)
     return path
 
 
@@ -241,7 +243,7 @@ def test_checksums_must_name_every_file(run):
     table = json.loads((path / "checksums.json").read_text())
     for name in (".metadata", "meta.json", "__0_0.distcp"):
         others = {other: checksum for other, checksum in table.items() if other != name}
-        checkpoint.write_json(path / "checksums.json", others)
+        write_json(path / "checksums.json", others)
         assert verify(path) == f"checksums.json does not name {name}"
 
 
@@ -262,7 +264,7 @@ def test_meta_of_the_wrong_shape_is_named(run, change, cause):
 def change_meta(path: Path, **values) -> None:
     """Change settings of a checkpoint and seal it again."""
     meta = json.loads((path / "meta.json").read_text())
-    checkpoint.write_json(path / "meta.json", meta | values)
+    write_json(path / "meta.json", meta | values)
     seal(path)
 
 
