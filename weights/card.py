@@ -5,8 +5,8 @@
 
 Markdown, whose first lines are YAML for the Hub, with the picture that lifecycle/plot.py draws. It
 says what the run's own files say. The exports of weights/hf.py and weights/peft.py write it beside
-the weights, as README.md. All text from the run goes through `escaped`: a run's
-name may be hostile.
+the weights, as README.md. All text from the run goes through `escaped`: a run's name may be
+hostile.
 
 Left out is what tells of the machine and not of the model: names of hosts, paths of folders.
 """
@@ -235,10 +235,12 @@ def facts(run_dir: Path, settings: dict, model: MPTConfig | None, step) -> list[
     launch = {}
     with suppress(UserError, OSError):
         launch = [{}, *launches_of(run_dir)][-1]
+    is_imported = str(settings.get("data_fingerprint")).startswith("imported from ")
+    data = settings.get("mix") or settings.get("dataset")
     rows = [
         ("Parameters", model and f"{flops.n_params(model):,}"),
         ("Weights", step is not None and f"of step {step:,}"),
-        ("Data", settings.get("mix") or settings.get("dataset")),
+        ("Data", "" if is_imported else data),
         ("Tokenizer", settings.get("tokenizer")),
         ("Ranks", launch.get("ranks")),
         ("Device", launch.get("device")),

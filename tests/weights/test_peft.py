@@ -20,7 +20,7 @@ import generate
 import lora
 from config import LINEAR_LAYERS, TrainConfig
 from evaluation import zero_shot
-from evaluation.results import fingerprint
+from evaluation.zero_shot import fingerprint
 from lifecycle import runlog
 from program import UserError
 from serving.decoder import Decoder
