@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, Query
-from fastapi.responses import HTMLResponse
+from fastapi.responses import Response
 
 import config
 from lifecycle import lease, plot, runlog
@@ -76,13 +76,11 @@ def add_runs(app: FastAPI, folders: dict[str, Path | str]) -> None:
 
     @app.get("/api/runs/{name:path}/card")
     def model_card(name: str):
-        """The model card, one HTML file."""
+        """The model card, in Markdown."""
         file = re.sub(r"[^A-Za-z0-9._-]", "-", name)[-100:]
-        headers = {
-            "Content-Disposition": f'attachment; filename="{file}-card.html"',
-            "Content-Security-Policy": card.POLICY,
-        }
-        return HTMLResponse(runs.card(name).encode(errors="replace"), headers=headers)
+        headers = {"Content-Disposition": f'attachment; filename="{file}-card.md"'}
+        content = runs.card(name).encode(errors="replace")
+        return Response(content, media_type="text/markdown", headers=headers)
 
     @app.get("/api/evaluations")
     def evaluations():

@@ -35,7 +35,6 @@ NO_RESULTS = {"config.json", "lease.json", "tokenizer.json", "microbatch.json"}
 LARGEST = 2**24  # bytes of a file that is read here
 MEASURES = {"foundry": "accuracy", "acc": "accuracy", "nats_per_token": "nats per token"}
 PICTURE = "loss.png"
-POLICY = "default-src 'none'"  # of the browser that shows it
 USAGE = {  # how others load the exported folder
     "transformers": 'transformers.AutoModelForCausalLM.from_pretrained("FOLDER")',
     "peft": 'peft.PeftModel.from_pretrained(base, "FOLDER")',

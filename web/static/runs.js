@@ -222,7 +222,7 @@ async function saveCard(one) {
   say(one.state, "making the card …");
   try {
     const response = await call(`/api/runs/${quoted(one.name)}/card`);
-    download(await response.blob(), `${one.name.replaceAll("/", "-")}-card.html`);
+    download(await response.blob(), `${one.name.replaceAll("/", "-")}-card.md`);
     sayState(one);
   } catch (error) {
     say(one.state, error.message);
