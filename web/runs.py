@@ -149,7 +149,7 @@ class Runs:
         with self.curve_lock:
             columns = self.read(folder)
             last = columns.steps[-1] if columns.steps else 0
-            restarts = card.restarts_of(folder, last)
+            restarts = restarts_of(folder, last)
             return {
                 "column": column,
                 "last": last,
@@ -268,6 +268,15 @@ def stamp_of(path: Path) -> tuple | None:
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def restarts_of(run_dir: Path, last: int) -> list[tuple[int, str]]:
+    """(step, label) of the restarts before the last step, as far as they can be read."""
+    with contextlib.suppress(UserError, OSError):
+        card.launches_of(run_dir)
+        labels = plot.restart_labels(str(run_dir))
+        return [(step, label) for step, label in labels.items() if 0 < step < last]
+    return []
 
 
 def require_no_link(path: Path) -> None:

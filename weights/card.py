@@ -150,15 +150,6 @@ def launches_of(run_dir: Path) -> list[dict]:
     return runlog.read_launches(run_dir)
 
 
-def restarts_of(run_dir: Path, last: int) -> list[tuple[int, str]]:
-    """(step, label) of the restarts before the last step, as far as they can be read."""
-    with suppress(UserError, OSError):
-        launches_of(run_dir)
-        labels = plot.restart_labels(str(run_dir))
-        return [(step, label) for step, label in labels.items() if 0 < step < last]
-    return []
-
-
 # --------------------------------------------------------------------------------------------------
 # Markdown
 
