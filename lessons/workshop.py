@@ -4,16 +4,16 @@
     python -m lessons 3
     python -m lessons check 3
 
-Lesson N is lessons/N_name.py. Its exercise is a stub in exercises/, with a checker in checkers/ and
-a solution in solutions/, all under the same name. A lesson consists of cells: `# %% [markdown]`
-starts words, `# %%` starts code. Running it prints its words between what its statements print.
+Lesson N is lessons/N_name.py. Its exercise with a solution is in solutions/, and its checker in
+checkers/, both under the same name. The first check writes the exercise without the solution, a
+stub, to lessons/mine/. A lesson consists of cells: `# %% [markdown]` starts words, `# %%` starts
+code. Running it prints its words between what its statements print.
 """
 
 import ast
 import importlib.util
 import json
 import re
-import shutil
 import signal
 import sys
 import textwrap
@@ -162,9 +162,28 @@ def answer_path(path: Path, flags: list[str]) -> Path:
     mine = MINE / path.name
     if not mine.exists():
         MINE.mkdir(exist_ok=True)
-        shutil.copyfile(HERE / "exercises" / path.name, mine)
+        mine.write_text(stub(path), encoding="utf-8")
         print(f"lessons/mine/{path.name} is new. Open it, complete it, and check again.\n")
     return mine
+
+
+def stub(path: Path) -> str:
+    """The exercise of a lesson: its solution file without what follows `# --- in the stub: TEXT`.
+
+    TEXT stands in the place of all lines up to `# ---`; without TEXT nothing does.
+    """
+    solution = (HERE / "solutions" / path.name).read_text(encoding="utf-8")
+    is_stub, lines = True, []
+    for line in solution.splitlines():
+        indent, mark, text = line.partition("# --- in the stub:")
+        if mark:
+            is_stub = False
+            lines += [indent + text.strip()] * bool(text)
+        elif line.strip() == "# ---":
+            is_stub = True
+        elif is_stub:
+            lines.append(line)
+    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip() + "\n"
 
 
 def check_and_report(path: Path, answer: Path, arguments: str) -> None:
