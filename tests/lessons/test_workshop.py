@@ -151,7 +151,7 @@ def test_runs_on_other_data_are_not_the_grid(monkeypatch):
     for cell in cells:
         own = {"key": cell.key, "budget": cell.budget, "data": "old"}
         own |= {"made_with": f"torch, {scaling_runs.PYTHON}"}
-        scaling_runs.add(scaling_runs.GRID, stored | own)
+        scaling_runs.add(stored | own)
     grid, held_out, whose = checker("8").find_runs()
     assert (len(grid), len(held_out), whose) == (len(cells) - 1, 1, "your own runs")
 
