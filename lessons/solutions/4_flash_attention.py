@@ -99,9 +99,10 @@ if triton is not None:
         The queries are the last BLOCK_M of the n_keys positions: query number r is at position
         i = n_keys - BLOCK_M + r. For the key at position j,
             bias = -slope * (i - j)  if j <= i, else -inf
-        Compute in fp32; store in the dtype of out (out.dtype.element_ty).
+        Compute in fp32; store in the dtype of out (out.dtype.element_ty). tl.dot needs both blocks
+        in one dtype.
         """
-        # --- in the stub: # Yours. tl.dot needs both blocks in one dtype; print(x) shows a block.
+        # --- in the stub: # Yours. print(x) shows a block in the interpreter.
         d = tl.arange(0, D)
         row = tl.arange(0, BLOCK_M)
         i = n_keys - BLOCK_M + row  # the position of each query
