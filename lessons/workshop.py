@@ -10,7 +10,6 @@ stub, to lessons/mine/. A lesson consists of cells: `# %% [markdown]` starts wor
 code. Running it prints its words between what its statements print.
 """
 
-import ast
 import importlib.util
 import json
 import re
@@ -27,6 +26,7 @@ from storage import files
 HERE = Path(__file__).parent
 MINE = HERE / "mine"
 USAGE = "usage: python -m lessons [N] [--short|--answers], python -m lessons check N [--file=PATH]"
+WORDS = re.compile(r"^# %% \[markdown\]\n((?:#.*\n?)*)", re.MULTILINE)  # a cell of a lesson
 ANSWERS = "# Scroll on for the answers."  # the line of a lesson from which on it has the answers
 
 
@@ -74,7 +74,7 @@ def listing() -> str:
     lines, left = [], []
     for path in lesson_paths():
         is_done = path.stem in done()
-        title = cells(path)[0].splitlines()[0].removeprefix("# Lesson ")
+        title = cells(path.read_text(encoding="utf-8"))[0].splitlines()[0].removeprefix("# Lesson ")
         lines.append(f"{'done' if is_done else '':>4}  {title}")
         if not is_done:
             left.append(path.name[0])
@@ -118,34 +118,29 @@ class WithWords(SourceFileLoader):
     def get_code(self, fullname):
         """The module's code, with a `print` in the place of each cell of words."""
         source = Path(self.path).read_text(encoding="utf-8").split(ANSWERS)[0]
-        parsed = ast.parse(source)
-        for first, text in words(source):
-            (node,) = ast.parse(f"print({f'{chr(10)}{text}{chr(10)}'!r}, flush=True)").body
-            ast.increment_lineno(node, first - 1)
-            parsed.body.append(node)
-        parsed.body.sort(key=lambda node: node.lineno)
-        return compile(parsed, self.path, "exec")
+        return compile(WORDS.sub(as_print, source), self.path, "exec")
 
 
-def words(source: str) -> list[tuple[int, str]]:
-    """[(line number, text)] of a lesson's cells of words."""
-    found = []
-    pattern = re.compile(r"^# %% \[markdown\]\n((?:#.*\n?)*)", re.MULTILINE)
-    for match in pattern.finditer(source):
-        text = re.sub(r"^# ?", "", match[1], flags=re.MULTILINE).strip("\n")
-        found.append((source[: match.start()].count("\n") + 1, text))
-    return found
+def as_print(cell: re.Match) -> str:
+    """A statement that prints a cell of words, with as many lines as the cell has."""
+    text = f"\n{text_of(cell)}\n"
+    return f"print({text!r}, flush=True)" + "\n" * cell[0].count("\n")
 
 
-def cells(path: Path) -> list[str]:
-    """The texts of a lesson's cells of words."""
-    return [text for _, text in words(path.read_text(encoding="utf-8"))]
+def text_of(cell: re.Match) -> str:
+    """The text of a cell of words."""
+    return re.sub(r"^# ?", "", cell[1], flags=re.MULTILINE).strip("\n")
+
+
+def cells(source: str) -> list[str]:
+    """The texts of all cells of words in a lesson or in a part of one."""
+    return [text_of(cell) for cell in WORDS.finditer(source)]
 
 
 def answers_of(path: Path) -> str:
     """The answers to a lesson's three questions."""
     _, _, answers = path.read_text(encoding="utf-8").partition(ANSWERS)
-    return "\n".join(text for _, text in words(answers))
+    return "\n".join(cells(answers))
 
 
 # --------------------------------------------------------------------------------------------------

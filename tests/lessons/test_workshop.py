@@ -358,7 +358,7 @@ def test_a_whole_lesson_runs_after_a_short_one(path, lessons):
 
 @pytest.mark.parametrize("path", LESSONS, **by_name)
 def test_a_lesson_has_an_exercise_questions_answers_and_papers(path):
-    text = "\n".join(workshop.cells(path))
+    text = "\n".join(workshop.cells(path.read_text()))
     assert f"python -m lessons check {path.name[0]}" in text
     for heading in ("# Lesson", "## The exercise", "## Three questions", "## What to read next"):
         assert heading in text
@@ -381,7 +381,7 @@ def test_the_list_names_every_lesson_and_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(workshop, "MINE", tmp_path)
     for path in LESSONS:
         number = path.name[0]
-        title = workshop.cells(path)[0].splitlines()[0].removeprefix("# Lesson ")
+        title = workshop.cells(path.read_text())[0].splitlines()[0].removeprefix("# Lesson ")
         listing = workshop.listing()
         words = f"next: python -m lessons {number}, then python -m lessons check {number}"
         assert title in listing and listing.splitlines()[-1] == words
