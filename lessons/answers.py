@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map_only
 
 from launch.pool import Pool, PoolError
 from lessons import changes
@@ -85,7 +86,8 @@ class Answer:
         """What the function returns, tensors detached. It gets copies of the arguments."""
         called = self.value(function)
         with self.explained(call_of(function, args, keywords)):
-            return without_gradients(called(*copy.deepcopy(args), **keywords))
+            result = called(*copy.deepcopy(args), **keywords)
+            return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
     def measure(self, function: str, *args) -> tuple:
         """(What it returns, the most bytes that tensors made by it held at once)."""
@@ -200,15 +202,6 @@ def measured(function, *args, **keywords) -> tuple:
         current += event.nbytes()
         peak = max(peak, current)
     return result, peak
-
-
-def without_gradients(result):
-    """The same with tensors detached, also in lists and tuples."""
-    if isinstance(result, torch.Tensor):
-        return result.detach()
-    if type(result) in (list, tuple):
-        return type(result)(map(without_gradients, result))
-    return result
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python -m lessons.lost_rank kill     one rank is killed (kill -9), as by a lack of memory
     python -m lessons.lost_rank stop     one rank is stopped (SIGSTOP), as on a machine that froze
 
-Some ranks train a small model: on 2, 3, 4, 6 or 8 GPUs, as many as there are, or two on the CPU.
+Some ranks train a small model: on 2, 3, 4, 6 or 8 GPUs, as many as there are, else two on the CPU.
 After the first checkpoint the last rank is killed or stopped. Then the program fails, unless
 
     1. after at most 40 seconds all other ranks have ended with the status 75, "start me again":
@@ -18,14 +18,11 @@ for it for ever. So this shows more on two GPUs than on a CPU.
 import signal
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 import checkpoint
-import config
 import program
 from lessons.elastic import Launch, Part, steps_done, supervise
 from program import RESUME_ME, UserError, require
@@ -38,78 +35,57 @@ SETTINGS = """
     --save_interval=10 --eval_interval=0 --compile=false --timeout_minutes=30
 """.split()
 FOREVER = 10**6  # steps
-STARTS_IN = 150  # seconds until the first checkpoint, at most
 ENDS_IN = 90  # seconds in which the others must end
 STEPS_AFTER = 20  # of the next start
 
 
-@dataclass
-class LostRankArgs:
-    """Where the ranks are."""
+def lose_a_rank(launch: Launch, how: str, run_dir: Path) -> str:
+    """Kill or stop the last rank of a run, and see the others end. Returns how the rank is named.
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
-
-
-def wait_for(seconds: int, what: str, condition, launch: Launch | None = None) -> float:
-    """Wait until `condition()` holds. Returns the seconds. UserError if it takes longer, or fails.
-
-    launch: one that must not end meanwhile.
+    UserError if the others do not end as they should.
     """
-    begin = time.monotonic()
-    while not condition():
-        ended = launch and launch.status()
-        require(ended is None, f"the run failed with status {ended}")
-        require(time.monotonic() - begin < seconds, f"after {seconds} s {what}")
-        time.sleep(0.1)
-    return time.monotonic() - begin
-
-
-def lose_a_rank(flags: list[str], ranks: int, how: str, run_dir: Path, log: Path) -> None:
-    """Start the run, kill or stop its last rank, and check how the others end. UserError."""
-    launch = Launch(flags, ranks, log)
     *others, victim = launch.processes
+    while not (checkpoint.latest(run_dir) and steps_done(run_dir) > 12):
+        require(launch.status() is None, f"the run failed with status {launch.status()}")
+        time.sleep(0.1)
+    print(f"step {steps_done(run_dir)}: {SIGNALS[how].name} to rank {len(others)}", flush=True)
+    victim.send_signal(SIGNALS[how])
 
-    def has_saved():
-        return checkpoint.latest(run_dir) and steps_done(run_dir) > 12
-
-    def have_ended():
-        return all(process.poll() is not None for process in others)
-
-    try:
-        wait_for(STARTS_IN, "there is no checkpoint", has_saved, launch)
-        print(f"step {steps_done(run_dir)}: {SIGNALS[how].name} to rank {ranks - 1}", flush=True)
-        victim.send_signal(SIGNALS[how])
-        seconds = wait_for(ENDS_IN, "the other ranks still run", have_ended)
-    finally:
-        launch.end(patience=5)
-    statuses = [process.returncode for process in others]
+    begin = time.monotonic()
+    while any(process.poll() is None for process in others):
+        require(time.monotonic() - begin < ENDS_IN, f"after {ENDS_IN} s the other ranks still run")
+        time.sleep(0.1)
+    seconds, statuses = time.monotonic() - begin, [process.returncode for process in others]
     print(f"the other ranks ended after {seconds:.1f} s with status {statuses}", flush=True)
     require(set(statuses) == {RESUME_ME}, f"their status must be {RESUME_ME}")
+    return f"rank {len(others)} (process {victim.pid} "
 
+
+def lose_and_resume(flags: list[str], ranks: int, how: str, run_dir: Path, log: Path) -> None:
+    """Start the run, lose a rank, and start it again for some more steps. UserError if it errs."""
+    launch = Launch(flags, ranks, log)
+    try:
+        name = lose_a_rank(launch, how, run_dir)
+    finally:
+        launch.end(patience=5)
     errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
     print(*errors, sep="\n", flush=True)
-    is_named = any(f"rank {ranks - 1} (process {victim.pid} " in line for line in errors)
-    require(how == "kill" or is_named, f"no error line names rank {ranks - 1}")
+    is_named = any(name in line for line in errors)
+    require(how == "kill" or is_named, f"no error line names {name.partition(' (')[0]}")
 
-
-def resume(flags: list[str], ranks: int, run_dir: Path, log: Path) -> None:
-    """Start the run again, for some more steps. UserError unless it resumes and finishes."""
     newest = checkpoint.latest(run_dir)
     last_step = steps_done(run_dir) + STEPS_AFTER
     supervise(run_dir, [*flags, f"--max_steps={last_step}"], Part(ranks), last_step)
-    resumed = f"resuming from {newest}" in log.read_text()
-    require(resumed, "the next start did not resume")
+    require(f"resuming from {newest}" in log.read_text(), "the next start did not resume")
     print(f"resumed from {newest.name}, finished at step {last_step}")
 
 
 def main(argv: list[str]) -> None:
     """Lose a rank, and resume."""
-    (how,), args = config.load(argv, LostRankArgs, takes="kill|stop")
+    (how,) = program.arguments(argv, "kill|stop")
     require(how in SIGNALS, f"what shall happen to the rank? kill or stop, not {how!r}")
-    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-    on_cpu = not gpus and args.device != "cuda"
-    device, places = ("cpu", 2) if on_cpu else ("cuda", gpus)
-    require(places > 1, f"{gpus} GPU: two ranks need two, so set --device=cpu")
+    gpus = torch.cuda.device_count()
+    device, places = ("cuda", gpus) if gpus > 1 else ("cpu", 2)
     ranks = max(n for n in (2, 3, 4, 6, 8) if n <= places)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the ranks too
     with tempfile.TemporaryDirectory() as folder:
@@ -118,8 +94,7 @@ def main(argv: list[str]) -> None:
         flags += [f"--device={device}", f"--max_steps={FOREVER}"]
         print(f"{ranks} ranks on {device}", flush=True)
         try:
-            lose_a_rank(flags, ranks, how, run_dir, log)
-            resume(flags, ranks, run_dir, log)
+            lose_and_resume(flags, ranks, how, run_dir, log)
         except UserError as error:
             print(*log.read_text().splitlines()[-30:], sep="\n", flush=True)
             raise UserError(f"{error}: a bug in this project, see the lines above") from error

@@ -51,7 +51,6 @@ from text import tokenizer as tokenizers
 from text.prepare import Recipe, prepare
 
 GRID = FOLDER / "8-grid.jsonl"  # this machine's own
-SHORT = FOLDER / "8-short.jsonl"
 STORED = Path(__file__).parent / "8_grid.jsonl"  # the same, trained once for those without one
 TASK = FOLDER / "8-questions.jsonl"
 
@@ -227,50 +226,40 @@ def read(path: Path) -> list[dict]:
     return rows
 
 
-def own_runs(path: Path | None = None) -> list[dict]:
+def own_runs() -> list[dict]:
     """The lines of this machine's grid that this Python made: another has another library."""
-    return [row for row in read(path or GRID) if row["made_with"].endswith(PYTHON)]
+    return [row for row in read(GRID) if row["made_with"].endswith(PYTHON)]
 
 
-def add(path: Path, row: dict) -> None:
-    """Add a line to a grid: the file is replaced as a whole."""
-    content = "".join(json.dumps(known) + "\n" for known in [*read(path), row])
-    files.write_atomically(path, content.encode())
+def add(row: dict) -> None:
+    """Add a line to this machine's grid: the file is replaced as a whole."""
+    content = "".join(json.dumps(known) + "\n" for known in [*read(GRID), row])
+    files.write_atomically(GRID, content.encode())
 
 
-def train_cells(cells: list[Cell], path: Path = GRID) -> list[dict]:
-    """The lines of these cells, in their order. Those that are not in the file are trained first.
+def train_cells(cells: list[Cell]) -> None:
+    """Train those of these cells that are not in the grid, and add them to it.
 
     Two processes train, with half of the cores each: tiny matmuls gain little from more threads.
     """
     make_data_and_task()
-
-    def known():
-        return {row["key"]: row for row in own_runs(path)}
-
-    missing = [cell for cell in dict.fromkeys(cells) if cell.key not in known()]
+    done = {row["key"] for row in own_runs()}
+    missing = [cell for cell in cells if cell.key not in done]
     print(f"{len(cells)} runs, {len(cells) - len(missing)} of them done before", flush=True)
-    for number, row in enumerate(trained(missing), 1):
-        add(path, row)
-        print(f"{number:3}/{len(missing)}  {describe(row)}", flush=True)
-    rows = known()
-    return [rows[cell.key] for cell in cells]
-
-
-def trained(cells: list[Cell]):
-    """The lines of these cells, each as soon as it is done."""
     n_workers = min(2, os.cpu_count() or 1)
     threads = max(1, torch.get_num_threads() // n_workers)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_workers, context, start_worker, (threads,)) as pool:
         try:
-            futures = [pool.submit(train_cell, cell) for cell in cells]
-            for future in as_completed(futures):
-                yield future.result()
+            runs = [pool.submit(train_cell, cell) for cell in missing]
+            for number, run in enumerate(as_completed(runs), 1):
+                add(run.result())
+                print(f"{number:3}/{len(missing)}  {describe(run.result())}", flush=True)
         except BaseException:  # Ctrl-C, or a cell that fails: the others are not waited for
             for process in multiprocessing.active_children():
                 process.kill()
             raise
+    print(f"runs/lessons/{GRID.name} has all {len(cells)}")
 
 
 def start_worker(threads: int) -> None:
@@ -296,7 +285,7 @@ class RunsArgs:
     budget: float = 0.0  # FLOPs of one more run; 0: the whole grid
     d_model: int = 0  # its width, one of SHAPES
     seed: int = 1  # its seed
-    short: bool = False  # two very short runs, in a file of their own
+    short: bool = False  # two very short runs
 
     def check(self) -> None:
         """UserError for a run that is none."""
@@ -310,13 +299,12 @@ def main(argv: list[str]) -> None:
     """Train the grid, or one more cell."""
     (args,) = config.load(argv, RunsArgs)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that workers end
-    cells, path = grid(), GRID
+    cells = grid()
     if args.budget:
         cells = [Cell(args.budget, args.d_model, args.seed)]
     if args.short:
-        cells, path = [Cell(SHORT_BUDGET, width) for width in WIDTHS[:2]], SHORT
-    rows = train_cells(cells, path)
-    print(f"runs/lessons/{path.name} has all {len(rows)}")
+        cells = [Cell(SHORT_BUDGET, width) for width in WIDTHS[:2]]
+    train_cells(cells)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,15 @@
     python -m lessons 3
     python -m lessons check 3
 
-Lesson N is lessons/N_name.py. Its exercise is a stub in exercises/, with a checker in checkers/ and
-a solution in solutions/, all under the same name. A lesson consists of cells: `# %% [markdown]`
-starts words, `# %%` starts code. Running it prints its words between what its statements print.
+Lesson N is lessons/N_name.py. Its exercise with a solution is in solutions/, and its checker in
+checkers/, both under the same name. The first check writes the exercise without the solution, a
+stub, to lessons/mine/. A lesson consists of cells: `# %% [markdown]` starts words, `# %%` starts
+code. Running it prints its words between what its statements print.
 """
 
-import ast
 import importlib.util
 import json
 import re
-import shutil
 import signal
 import sys
 import textwrap
@@ -27,6 +26,7 @@ from storage import files
 HERE = Path(__file__).parent
 MINE = HERE / "mine"
 USAGE = "usage: python -m lessons [N] [--short|--answers], python -m lessons check N [--file=PATH]"
+WORDS = re.compile(r"^# %% \[markdown\]\n((?:#.*\n?)*)", re.MULTILINE)  # a cell of a lesson
 ANSWERS = "# Scroll on for the answers."  # the line of a lesson from which on it has the answers
 
 
@@ -74,7 +74,7 @@ def listing() -> str:
     lines, left = [], []
     for path in lesson_paths():
         is_done = path.stem in done()
-        title = cells(path)[0].splitlines()[0].removeprefix("# Lesson ")
+        title = cells(path.read_text(encoding="utf-8"))[0].splitlines()[0].removeprefix("# Lesson ")
         lines.append(f"{'done' if is_done else '':>4}  {title}")
         if not is_done:
             left.append(path.name[0])
@@ -118,34 +118,29 @@ class WithWords(SourceFileLoader):
     def get_code(self, fullname):
         """The module's code, with a `print` in the place of each cell of words."""
         source = Path(self.path).read_text(encoding="utf-8").split(ANSWERS)[0]
-        parsed = ast.parse(source)
-        for first, text in words(source):
-            (node,) = ast.parse(f"print({f'{chr(10)}{text}{chr(10)}'!r}, flush=True)").body
-            ast.increment_lineno(node, first - 1)
-            parsed.body.append(node)
-        parsed.body.sort(key=lambda node: node.lineno)
-        return compile(parsed, self.path, "exec")
+        return compile(WORDS.sub(as_print, source), self.path, "exec")
 
 
-def words(source: str) -> list[tuple[int, str]]:
-    """[(line number, text)] of a lesson's cells of words."""
-    found = []
-    pattern = re.compile(r"^# %% \[markdown\]\n((?:#.*\n?)*)", re.MULTILINE)
-    for match in pattern.finditer(source):
-        text = re.sub(r"^# ?", "", match[1], flags=re.MULTILINE).strip("\n")
-        found.append((source[: match.start()].count("\n") + 1, text))
-    return found
+def as_print(cell: re.Match) -> str:
+    """A statement that prints a cell of words, with as many lines as the cell has."""
+    text = f"\n{text_of(cell)}\n"
+    return f"print({text!r}, flush=True)" + "\n" * cell[0].count("\n")
 
 
-def cells(path: Path) -> list[str]:
-    """The texts of a lesson's cells of words."""
-    return [text for _, text in words(path.read_text(encoding="utf-8"))]
+def text_of(cell: re.Match) -> str:
+    """The text of a cell of words."""
+    return re.sub(r"^# ?", "", cell[1], flags=re.MULTILINE).strip("\n")
+
+
+def cells(source: str) -> list[str]:
+    """The texts of all cells of words in a lesson or in a part of one."""
+    return [text_of(cell) for cell in WORDS.finditer(source)]
 
 
 def answers_of(path: Path) -> str:
     """The answers to a lesson's three questions."""
     _, _, answers = path.read_text(encoding="utf-8").partition(ANSWERS)
-    return "\n".join(text for _, text in words(answers))
+    return "\n".join(cells(answers))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,9 +157,28 @@ def answer_path(path: Path, flags: list[str]) -> Path:
     mine = MINE / path.name
     if not mine.exists():
         MINE.mkdir(exist_ok=True)
-        shutil.copyfile(HERE / "exercises" / path.name, mine)
+        mine.write_text(stub(path), encoding="utf-8")
         print(f"lessons/mine/{path.name} is new. Open it, complete it, and check again.\n")
     return mine
+
+
+def stub(path: Path) -> str:
+    """The exercise of a lesson: its solution file without what follows `# --- in the stub: TEXT`.
+
+    TEXT stands in the place of all lines up to `# ---`; without TEXT nothing does.
+    """
+    solution = (HERE / "solutions" / path.name).read_text(encoding="utf-8")
+    is_stub, lines = True, []
+    for line in solution.splitlines():
+        indent, mark, text = line.partition("# --- in the stub:")
+        if mark:
+            is_stub = False
+            lines += [indent + text.strip()] * bool(text)
+        elif line.strip() == "# ---":
+            is_stub = True
+        elif is_stub:
+            lines.append(line)
+    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip() + "\n"
 
 
 def check_and_report(path: Path, answer: Path, arguments: str) -> None:

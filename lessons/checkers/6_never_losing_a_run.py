@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lessons.answers import Answer, ToDo
 
-STUB = Path(__file__).parent.parent / "exercises" / Path(__file__).name
+SOLUTION = Path(__file__).parent.parent / "solutions" / Path(__file__).name  # naive_save, too
 MOST_COPIES = 6  # bytes in the folder / bytes of one checkpoint
 WRITES = {"write", "writelines", "flush", "truncate"}
 
@@ -36,7 +36,7 @@ def kill_naive(answer, name: str) -> str:
         raise ToDo(f"set {name} to a number from 0 to 5")
     assert at in range(6), f"{name}: the changes have the numbers 0 to 5, got {at!r}"
     saved = [(step, state_of(step)) for step in (1, 2)]
-    naive = Answer(STUB)
+    naive = Answer(SOLUTION)
     with tempfile.TemporaryDirectory() as folder:
         naive.call("naive_save", folder, *saved[0])
         naive.kill("naive_save", folder, *saved[1], at=at)

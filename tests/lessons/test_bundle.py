@@ -99,7 +99,7 @@ def test_the_project_is_copied_without_what_each_machine_makes(tmp_path, monkeyp
     """All files that git has, and none that it ignores or that holds a user's text."""
     project = tmp_path / "project"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    names = listed.stdout.split() or ["fsdp_train.py", "Makefile", "lessons/exercises"]
+    names = listed.stdout.split() or ["fsdp_train.py", "Makefile", "lessons/solutions"]
     bundle.copy_project(tmp_path)
     assert all((project / name).exists() for name in names if (ROOT / name).exists())
     bundle.copy_project(tmp_path)  # again, over the first

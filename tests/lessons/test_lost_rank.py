@@ -12,7 +12,7 @@ from program import UserError
 @pytest.mark.long
 def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path):
     """`kill`, which is quicker, is run by tests/test_readme.py."""
-    done = launch([], tmp_path, ["stop", "--device=cpu"], program="lessons/lost_rank.py")
+    done = launch([], tmp_path, ["stop"], program="lessons/lost_rank.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^step \d+: SIGSTOP to rank 1$", done.stdout, re.MULTILINE)
     assert re.search(r"error: .*rank 1 \(process \d+ on ", done.stdout)
