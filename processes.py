@@ -29,6 +29,7 @@ from launch.heartbeat import is_lost
 from program import RESUME_ME, StartAgain, UserError, end_with_torchrun, require
 
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
+LONG = timedelta(days=7)  # the same, for a download
 
 
 # -------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def each_node_does(action, world: World) -> None:
     """
     if world.global_size == 1:
         return action()
-    group = new_group(timedelta(days=7))  # in which the others wait
+    group = new_group(LONG)  # in which the others wait
     together(action if world.local_rank == 0 else lambda: None, group=group)
 
 

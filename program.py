@@ -529,10 +529,14 @@ def end_torchrun() -> None:
 def raise_file_limit() -> int:
     """Raise this process's limit of open files as far as it may. Returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, 2**20) if hard != resource.RLIM_INFINITY else 2**20
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(soft, most)
+    most = math.inf if hard == resource.RLIM_INFINITY else hard
+    for wanted in (2**20, 2**16, 10_240):
+        limit = min(wanted, most)
+        if soft < limit:
+            with contextlib.suppress(ValueError, OSError):  # macOS has another limit below `hard`
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return limit
+    return soft
 
 
 def end_with_parent() -> None:

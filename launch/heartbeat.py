@@ -308,12 +308,12 @@ class Heartbeat(threading.Thread):
             self.leave()
             return
         if getattr(error, "on_all_ranks", False):
-            self.leave(seconds=0)  # all print or end at this moment
+            self.leave()  # all print or end at this moment
             return
         status, head = RESUME_ME, "error"
         if not problem and is_lost(error):
             problem = f"lost another rank: {program.one_line(error)}"
-            if self.size > 1:
+            if self.size > 1 and self.verdict is None:
                 self.row.lost_another = True
                 self.publish()
                 self.wait_for_verdict(3 * SHORT_SILENCE)  # which names that rank
@@ -336,7 +336,8 @@ class Heartbeat(threading.Thread):
         self.row.words, self.row.head = words, head
         self.row.status = status  # after what rank 0 prints with it
         self.publish()
-        self.wait_for_verdict(3 * REPLY_TIMEOUT)
+        if self.store:
+            self.wait_for_verdict(3 * REPLY_TIMEOUT)
         if self.verdict is None and words:  # rank 0 does not reply
             program.print_error(words, head)
         self.leave()
@@ -348,12 +349,12 @@ class Heartbeat(threading.Thread):
         while self.verdict is None and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def leave(self, seconds: float = REPLY_TIMEOUT) -> None:
+    def leave(self) -> None:
         """From now on the others do not look at this rank. Rank 0 waits for them to leave."""
         self.row.has_left = True
         self.leaving.set()
         self.publish()
-        self.wait_for_readers(seconds)
+        self.wait_for_readers(REPLY_TIMEOUT)
 
 
 def running() -> Heartbeat | None:

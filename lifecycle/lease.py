@@ -81,7 +81,7 @@ class Lease:
         for _ in range(10):
             time.sleep(seconds / 10)
             version_now, owner_now = self.read()  # a damaged one has no owner, and says nothing
-            has_beaten = owner_now and owner_now["beat"] > owner["beat"]
+            has_beaten = owner_now and owner_now["beat"] != owner["beat"]
             require(version_now == version and not has_beaten, self.refusal())
         return version
 
@@ -99,11 +99,15 @@ class Lease:
     def beat(self) -> None:
         """Write the heartbeat, unless another run has taken over: then `lost` says so."""
         version, owner = self.read()
-        if version and version != self.version:
+        if self.is_later(version):
             self.lost = f"{self.place} is now {in_words(owner)}: this run stops writing to it"
             return
         self.me["beat"] += 1
         self.write(self.me)
+
+    def is_later(self, version) -> bool:
+        """Whether this version is of another run, which took over."""
+        return bool(version) and version != self.version
 
     def check(self) -> None:
         """Raise UserError if another run took over, for example while this one was suspended."""
@@ -116,17 +120,24 @@ class Lease:
 
     def __exit__(self, *error) -> None:
         """Release the lease, so that the next start, on another machine, need not wait."""
-        if self.mirror:
-            self.mirror.__exit__(*error)
+        try:
+            if self.mirror:
+                self.mirror.__exit__(*error)
+        finally:
             self.mirror = None
+            self.release()
+
+    def release(self) -> None:
+        """End the heartbeat, and say that this run has left. On rank 0, once."""
         if not self.version or self.released.is_set():
-            return  # not rank 0
+            return
         self.released.set()
         self.heartbeat.join(BEAT)
         if not self.lost:
             with contextlib.suppress(UserError):
                 self.write(None)
-        self.close()
+        if not self.heartbeat.is_alive():  # else it may still use the file
+            self.close()
 
     # --- lease.json
 
@@ -207,6 +218,10 @@ class StoreLease(Lease):
         except UserError:
             return newest, None
 
+    def is_later(self, version: int) -> bool:
+        """Whether this number is another run's. Smaller ones come of a list that is out of date."""
+        return version > self.version
+
     def owner_lives(self, owner: dict | None) -> bool | None:
         """False if the owner has left, or was an earlier run in this folder; else None."""
         left = not owner or owner["released"] or owner["token"] == self.me["token"]
@@ -230,8 +245,9 @@ class StoreLease(Lease):
 
     def write(self, owner: dict | None) -> None:
         """Write the object of this owner anew. None: it has left."""
-        content = owner or self.me | {"released": True}
-        self.store.put(key_of(self.version), json.dumps(content).encode())
+        if not owner:
+            self.me["released"] = True  # a copy that still runs must not undo it
+        self.store.put(key_of(self.version), json.dumps(self.me).encode())
 
 
 def key_of(number: int) -> str:

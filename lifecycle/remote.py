@@ -26,6 +26,7 @@ import threading
 import time
 from pathlib import Path
 
+import processes
 import program
 from checkpoint import latest, number, numbered
 from config import MPTConfig, TrainConfig
@@ -88,6 +89,7 @@ class Mirror:
         self.copied = {}  # file of the record -> its size and time when it was copied
         self.due = 0.0  # when the record is copied next
         self.thread = None
+        self.last_seconds = 0  # for copies at the end; 0 if ranks end for different reasons
         self.wake, self.closing = threading.Event(), threading.Event()
         self.is_down = False  # and the run has said so
 
@@ -129,7 +131,8 @@ class Mirror:
                 if not kind:
                     return  # what is here is as new
                 here.pop()
-            if rank_zero_decides(functools.partial(self.download, name, there[name])):
+            download = functools.partial(self.download, name, there[name])
+            if processes.together(download, on=0, group=processes.new_group(processes.LONG)):
                 return
 
     def candidates(self, model_cfg: MPTConfig) -> dict[str, dict[str, int]]:
@@ -313,18 +316,23 @@ class Mirror:
         self.thread.join(WAIT_STOPPED)
         self.copy()  # the end of the record
 
-    def __exit__(self, kind=None, *error) -> None:
-        """Wait for the last checkpoint after a normal end and a stop signal; free the remote.
+    def end_together(self, is_stopped: bool) -> None:
+        """All ranks have agreed to end now: the last checkpoint may be waited for."""
+        self.last_seconds = WAIT_STOPPED if is_stopped else WAIT
 
-        Then it is a collective: a rank that ends may take rank 0 along, which copies.
+    def __exit__(self, kind=None, *error) -> None:
+        """Wait for the last checkpoint if all ranks end together; free the remote.
+
+        That wait is a collective: a rank that ends may take rank 0 along, which copies.
         """
-        if kind is None or issubclass(kind, SystemExit):
-            seconds = WAIT if kind is None else WAIT_STOPPED
-            rank_zero_decides(lambda: self.finish(seconds))
-        self.closing.set()
-        self.wake.set()
-        if self.lease:
-            self.lease.__exit__()
+        try:
+            if self.last_seconds and (kind is None or issubclass(kind, SystemExit)):
+                rank_zero_decides(lambda: self.finish(self.last_seconds))
+        finally:
+            self.closing.set()
+            self.wake.set()
+            if self.lease:
+                self.lease.__exit__()
 
 
 def main(argv) -> None:

@@ -93,6 +93,8 @@ class Run:
         """Say that nothing is left to do. UserError if the settings would make another run."""
         beginning.find_base(self.start, self.cfg)  # UserError if --init_from is not its base now
         line = resume.finished(self.start, self.model_cfg, self.cfg)
+        if self.lease.mirror:
+            self.lease.mirror.end_together(is_stopped=False)
         if self.world.global_rank == 0:
             print(line, flush=True)
 
@@ -248,6 +250,8 @@ class Run:
 
     def finish(self) -> None:
         """Wait for the last save. After a signal this ends the rank with its exit status."""
+        if self.lease.mirror:
+            self.lease.mirror.end_together(is_stopped=self.stop_is_asked())
         if self.stop_is_asked():
             stopping.leave(self.agreed.stop_signal, self.checkpointer, self.log)
         self.checkpointer.finish()

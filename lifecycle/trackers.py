@@ -9,9 +9,9 @@ fails is one line in the output of the run, and is tried again every minute.
 
 A run that resumes goes on with its curve: the record keeps its name and the last step that has
 surely arrived. Steps that a run repeats after it went back to a checkpoint are not sent again;
-metrics.jsonl has the figures that count. After kill -9 the steps of the last two minutes may come
-twice in MLflow and trackio. A step is sent with its evaluation: when a later one has begun, which
-may be in the next start, or at the end of the run.
+metrics.jsonl has the figures that count. After kill -9, and after a failure of the tracker, the
+steps of the last two minutes may come twice in MLflow and trackio. A step is sent with its
+evaluation: when a later one has begun, which may be in the next start, or at the end of the run.
 
 The libraries' own variables say where the curves go: WANDB_API_KEY, WANDB_PROJECT, WANDB_NAME,
 WANDB_MODE=offline; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME; TRACKIO_SPACE_ID.
@@ -24,6 +24,7 @@ Run `python -m lifecycle.trackers runs/demo --track=wandb` to send what is not s
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import secrets
@@ -49,7 +50,8 @@ LAST_SECONDS = 10  # how long a tracker may take for the last steps, when the ru
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny"}  # others have their own name
 MODULES = {"tensorboard": "tensorboardX"}
 MOST_METRICS = 1000  # what MLflow takes in one request
-NOT_IN_MLFLOW = re.compile(r"[^\w/. -]")  # characters that names of figures may not have there
+# What names of figures may not have there: these characters, and parts such as ".." of a path.
+NOT_IN_MLFLOW = re.compile(r"[^\w/. -]|(?<=/)\.*(?=/)")
 SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the names of environment variables
 
 
@@ -120,15 +122,16 @@ class Steps:
         self.tail = files.Tail(run / "metrics.jsonl")
         self.found = {}  # step -> numbers
 
-    def above(self, last: int, max_steps: int) -> list[tuple[int, dict]]:
+    def above(self, last: int, last_of_run: float) -> list[tuple[int, dict]]:
         """(step, numbers) of the steps after `last`, in order, without the newest.
 
-        An evaluation may still be added to that, if it is not the end of the run at max_steps.
+        An evaluation may still be added to that, unless it is the `last_of_run`.
         """
         self.read()
         self.found = {step: self.found[step] for step in sorted(self.found) if step > last}
         newest = max(self.found, default=0)
-        return [item for item in self.found.items() if item[0] < newest or newest >= max_steps]
+        is_whole = newest >= last_of_run
+        return [item for item in self.found.items() if item[0] < newest or is_whole]
 
     def read(self) -> None:
         """Read the lines that are new; all of them if the file is another one."""
@@ -335,10 +338,10 @@ class Feeder:
         self.noted_at = time.monotonic()
         self.say(f"{self.name}: {self.tracker.where}")
 
-    def send(self) -> None:
+    def send(self, run_has_ended: bool = False) -> None:
         if not self.tracker:
             self.connect()
-        steps = self.steps.above(self.sent, self.max_steps)
+        steps = self.steps.above(self.sent, self.max_steps if run_has_ended else math.inf)
         while steps:
             part, steps = steps[:50], steps[50:]
             self.tracker.send(part)
@@ -348,7 +351,7 @@ class Feeder:
             self.sent_before, self.noted_at = self.sent, time.monotonic()
 
     def finish(self) -> None:
-        self.send()
+        self.send(run_has_ended=True)
         self.tracker.close(is_done=self.sent >= self.max_steps)
         self.note_arrived(self.sent)
 

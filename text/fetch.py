@@ -96,9 +96,10 @@ def copy_what_is_missing(store: Store, folder: Path) -> None:
 def copy_shards(store: Store, folder: Path, sizes: dict[str, int]) -> None:
     """Copy these shards, several at a time. sizes: name -> bytes."""
     total = sum(sizes.values())
+    there = sum(path.stat().st_size for path in folder.glob("*.part"))  # of an interrupted copy
     where = f"{folder} on {platform.node()}"
     require(
-        total < shutil.disk_usage(folder).free,
+        total - there < shutil.disk_usage(folder).free,
         f"{where} has no room for {total / 1e9:.3g} GB of tokens: "
         "set --data_cache to a folder on another disk",
     )

@@ -26,9 +26,10 @@ from launches import FLAGS, FOREVER, Job, steps_of, train_in, wait_for
 import checkpoint
 import fsdp_train
 from config import MPTConfig, TrainConfig
+from launch.heartbeat import Heartbeat
 from lessons.elastic import steps_done
 from lifecycle import lease as leases
-from lifecycle import remote, watchdog
+from lifecycle import remote
 from lifecycle.lease import StoreLease
 from program import UserError
 from storage import object_store, remote_checkpoints
@@ -417,7 +418,7 @@ THREADS = [  # of a run: what fails in each of them
     (StoreLease, "write"),
     (remote.Mirror, "copy_record"),
     (remote.Mirror, "copy_checkpoint"),
-    (watchdog.Watchdog, "exchange"),
+    (Heartbeat, "exchange"),
 ]
 
 
@@ -453,6 +454,32 @@ def test_a_copier_that_dies_ends_all_ranks(in_folder):
         statuses = job.wait()
         assert statuses[0] == 1 and statuses[1] in (1, 75), job.log()[-3000:]
         assert "a bug in copy_checkpoint" in job.log()
+
+
+@contextlib.contextmanager
+def mistaken(victim, rank):
+    """This rank alone has a mistake, after it has saved."""
+    take = fsdp_train.train_step
+
+    def train_step(model, optimizer, rows, step, *more):
+        if (step, rank) == (8, victim):
+            raise UserError("my shard is damaged")
+        return take(model, optimizer, rows, step, *more)
+
+    with in_a_hurry({}), mock.patch.object(fsdp_train, "train_step", train_step):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_mistake_of_one_rank_is_one_line_and_ends_all_with_its_status(in_folder, victim):
+    """A copy at the end is waited for together, and so only if all ranks end for one reason."""
+    flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
+    fault = functools.partial(mistaken, victim)
+    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=fault) as job:
+        assert job.wait() == [2, 2], job.log()[-3000:]
+        (line,) = job.errors()
+        assert "my shard is damaged" in line
 
 
 @pytest.mark.slow

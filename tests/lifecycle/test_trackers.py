@@ -283,6 +283,21 @@ def test_a_step_is_sent_with_its_evaluation(run):
     assert steps.above(1, 2) == [(2, {"loss": 5})]
 
 
+@pytest.mark.slow
+def test_the_evaluation_at_the_end_of_the_run_arrives(run):
+    """It may take longer than the tracker waits between two looks at the file."""
+    need("tensorboard")
+    *rows, evaluation = rows_up_to(60)
+    write_lines(run / "metrics.jsonl", *rows)
+    process = start(run, "tensorboard", "--follow")
+    assert process.stderr.readline().startswith("tensorboard: ")
+    wait_for(lambda: ("loss", 59) in {item[:2] for item in of_tensorboard(run)[0]})
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(evaluation) + "\n")
+    process.communicate()
+    assert ("val_loss", 60) in {item[:2] for item in of_tensorboard(run)[0]}
+
+
 # --- What goes wrong
 
 
