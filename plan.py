@@ -75,7 +75,7 @@ def question(argv: list[str]) -> tuple[Question, PlanArgs]:
         args = replace(args, tokens=answer.tokens_of_steps(m, cfg))
 
     if args.calibrate:
-        _, fleet, c = calibrate.from_files(args.calibrate.split(":"), args)
+        _, fleet, c = calibrate.from_files(calibrate.paths_in(args.calibrate), args)
     else:
         fleet, c = fleet_of(args), Constants()
     return Question(m, cfg, asked, fleet, c), args

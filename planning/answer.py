@@ -396,6 +396,7 @@ def assumptions(plan: Plan, args: PlanArgs) -> list[str]:
     link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {UNKNOWN_LINK:g}"
     a_card = f", {device.per_card} devices a card" if device.per_card > 1 else ""
     lines = [f"{fleet.node_size} devices a node{a_card}, link {link} GB/s each way"]
+    lines *= fleet.devices > 1
     if fleet.devices > fleet.node_size and fleet.network_note:
         lines.append(fleet.network_note)
 

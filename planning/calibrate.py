@@ -15,6 +15,7 @@ The program prints every run beside its prediction.
 
 import contextlib
 import math
+import os
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,6 +113,11 @@ def require_same_device(reported: str, device: devices.Device) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # What follows from them
+
+
+def paths_in(text: str) -> list[str]:
+    """The files of --calibrate: one, whose name may have colons, or several with colons between."""
+    return [text] if os.path.exists(text) else text.split(":")
 
 
 def from_files(paths: list[str], args: FleetArgs) -> tuple[list[Run], Fleet, Constants]:

@@ -290,19 +290,22 @@ def nothing_fits(q: Question, splits: list[TrainConfig]) -> str:
 
 
 def what_fits(q: Question) -> str:
-    """The flags of the fastest layout that fits with all left open, on as few devices as it takes.
+    """The flags that must change so that some layout fits, on as few devices as it takes.
 
-    Twice the devices are tried, four times, ..., with a larger batch if it must be; "" if the model
-    does not fit MOST_DEVICES.
+    Twice the devices are tried, four times, ..., with a larger batch if it must be: first with what
+    was asked, then with all left open. "" if the model does not fit MOST_DEVICES.
     """
     n, batch = q.fleet.devices, q.cfg.global_batch_size
     own = {"devices": n, "global_batch_size": batch, **vars(q.asked)}
+    own = {name: value for name, value in own.items() if value != "auto"}
     while n <= MOST_DEVICES:
         cfg = replace(q.cfg, global_batch_size=batch)
-        wider = replace(q, asked=LayoutArgs(), cfg=cfg, fleet=replace(q.fleet, devices=n))
-        if fits_somehow(wider):
-            found = {"devices": n, **vars(fastest(wider).cfg)}
-            return " ".join(f"--{name}={found[name]}" for name in own if found[name] != own[name])
+        for asked in (q.asked, LayoutArgs()):
+            wider = replace(q, asked=asked, cfg=cfg, fleet=replace(q.fleet, devices=n))
+            if fits_somehow(wider):
+                found = {"devices": n, **vars(fastest(wider).cfg)}
+                changed = [name for name in own if found[name] != own[name]]
+                return " ".join(f"--{name}={found[name]}" for name in changed)
         n *= 2
         batch = math.ceil(batch / n) * n
     return ""

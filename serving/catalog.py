@@ -164,8 +164,11 @@ class Catalog:
         with os.scandir(self.folder) as entries:
             names = {entry.name for entry in entries if is_folder(entry)}
         with self.lock:
-            self.unloaded &= names
             names.update(self.models)
+            unloaded = set(self.unloaded)
+        gone = {name for name in unloaded if not self.source(name)}
+        with self.lock:
+            self.unloaded -= gone  # what comes there later is another adapter
         for name in sorted(names):
             self.look(name)
         self.scanned_at = time.monotonic()
@@ -190,10 +193,19 @@ class Catalog:
             return found
 
     def source(self, path: str) -> str | None:
-        """The adapter at a path, from the folder on. None if there is none."""
+        """The adapter at a path, from the folder on. None if there is none, or it is outside.
+
+        A path has one spelling, so that no adapter has two names. What a link in the folder itself
+        leads to is looked at, and refused with its reason when it is read.
+        """
         try:
-            is_path = path.isprintable() and not {".", ".."} & set(path.split("/"))
-            return source_of(self.folder / path) if is_path else None
+            is_path = path.isprintable() and not {"", ".", ".."} & set(path.split("/"))
+            place = self.folder / path
+            if not is_path or not (
+                place.parent == self.folder or place.resolve().is_relative_to(self.folder)
+            ):
+                return None
+            return source_of(place)
         except (ValueError, OSError, RuntimeError):  # what is no path, or a link to itself
             return None
 
@@ -222,7 +234,7 @@ class Catalog:
         require(is_name, f"a model needs a printable name of 1 to {LONGEST_NAME} characters")
         require(name != self.base, f"{name!r} is the base: give the adapter another name")
         require(self.folder, "no folder of adapters is served: name one when the server starts")
-        source = self.source(path)
+        source = self.source(os.path.relpath(path, self.folder) if os.path.isabs(path) else path)
         none = f"no adapter in {path[:LONGEST_NAME]!r}: expected a PEFT folder or a run"
         require(source, none)
         model = Model(name, source, version_of(source))
@@ -231,7 +243,7 @@ class Catalog:
         with self.lock:
             self.unloaded.discard(name)
             self.chosen.pop(name, None)
-            if not Path(source).is_relative_to(self.folder / name):
+            if self.source(name) != source:
                 self.chosen[name] = source
             self.models[name] = model
         return model

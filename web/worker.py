@@ -264,8 +264,8 @@ def write_lines(job: Job, path: Path) -> tuple[int, str]:
         if len(learned) % val_every:
             chosen.append(len(learned) - 1)
         held_out = [learned[place] for place in chosen]
-        for place in reversed(chosen):
-            del learned[place]
+        chosen = set(chosen)
+        learned = [line for place, line in enumerate(learned) if place not in chosen]
     with path.open("wb") as out:
         for n, line in enumerate(held_out):
             between = learned[n * (val_every - 1) : (n + 1) * (val_every - 1)]
@@ -304,7 +304,7 @@ class WorkerSettings:
     once: bool = False  # end when no job waits
     nproc: int = 1  # ranks of a training
     most: int = 1  # jobs at the same time
-    most_hours: float = 24.0  # of a job's training, without the time in which it did not run
+    most_hours: float = 24.0  # of a job's steps, and of a training that stands still
     poll_seconds: float = 0.5  # between two looks at the folder
     slurm: bool = False  # submit trainings to SLURM
     sbatch_args: str = ""  # more arguments of sbatch, such as "--partition=gpu --account=me"
@@ -403,7 +403,7 @@ class Worker:
             raise FileNotFoundError("its folder was removed")
         try:
             state = job.state()
-            is_late = self.seconds_left(job) < 0
+            is_late = self.seconds_left(job) < (self.silent_seconds(job) if is_running else 0)
             if is_running and (job.is_cancelled or is_late):
                 self.launcher.cancel(job)
             elif is_running:
@@ -430,6 +430,13 @@ class Worker:
         passed = self.runs.read(job.run_dir).metrics.steps["seconds"]
         return 3600 * self.cfg.most_hours - math.fsum(filter(math.isfinite, passed))
 
+    def silent_seconds(self, job: Job) -> float:
+        """For how long a training that runs has recorded nothing."""
+        last = job.state().get("launched_at", time.time())  # none of earlier versions
+        with contextlib.suppress(FileNotFoundError):
+            last = max(last, (job.run_dir / "metrics.jsonl").stat().st_mtime)
+        return time.time() - last
+
     def begin(self, job: Job) -> None:
         """Prepare a job if that is not done, and start its training."""
         if not job.settings.exists():
@@ -449,7 +456,7 @@ class Worker:
     def start(self, job: Job) -> None:
         """Start the training."""
         size = job.log.stat().st_size if job.log.exists() else 0
-        job.write_state(status="running", log_begin=size)
+        job.write_state(status="running", log_begin=size, launched_at=time.time())
         self.launcher.start(job, self.claims[job], self.seconds_left(job))
 
     def go_on(self, job: Job, state: dict, outcome) -> None:
