@@ -427,11 +427,15 @@ def make_batch(rows, cfg: TrainConfig, dp_rank: int) -> Batch:
     """
     import torch
 
-    counts = torch.stack([(rows[:, 1:] >= 0).sum(), batch_hash(rows, dp_rank)])
+    from loss import IGNORE
+
+    hash_of_rows = batch_hash(rows, dp_rank)
     size = microbatch_rows(len(rows), cfg)
     if cfg.compile is True:  # fill up the last microbatch: of these rows nothing is learned
         rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % size), value=~0)
-    return Batch([inputs_and_labels(part) for part in rows.split(size)], counts)
+    ids, labels = inputs_and_labels(rows)
+    counts = torch.stack([(labels != IGNORE).sum(), hash_of_rows])
+    return Batch(list(zip(ids.split(size), labels.split(size), strict=True)), counts)
 
 
 def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:

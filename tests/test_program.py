@@ -28,8 +28,8 @@ def programs() -> dict:
     return {name: path for name, path in files.items() if "\nif __name__ ==" in path.read_text()}
 
 
-# One stands alone and has no flags; the other is started by serving/constraint.py.
-OTHERS = ("nano.py", "serving.grammar")
+# One stands alone and has no flags; the others are started by program.answer_apart.
+OTHERS = ("nano.py", "serving.grammar", "web.files")
 PROGRAMS = {name: path for name, path in programs().items() if name not in OTHERS}
 
 ASCII = {"PYTHONIOENCODING": "ascii"}  # the terminal cannot show other letters

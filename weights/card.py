@@ -155,7 +155,7 @@ def launches_of(run_dir: Path) -> list[dict]:
 
 
 def escaped(value) -> str:
-    """A value as text of Markdown, on one line, at most 500 characters, without HTML or links.
+    """A value as text of Markdown, on one line, at most 500 characters, without HTML.
 
     Of a path that begins at the root only the end is left.
     """
@@ -226,9 +226,10 @@ def facts(run_dir: Path, settings: dict, model: MPTConfig | None, step) -> list[
     with suppress(UserError, OSError):
         launch = [{}, *launches_of(run_dir)][-1]
     is_imported = str(settings.get("data_fingerprint")).startswith("imported from ")
-    data = settings.get("mix") or settings.get("dataset")
+    data = "; ".join(settings.get("mix") or []) or settings.get("dataset")
     rows = [
         ("Parameters", model and f"{flops.n_params(model):,}"),
+        ("Base of the adapters", settings.get("lora_rank") and settings.get("init_from")),
         ("Weights", step is not None and f"of step {step:,}"),
         ("Data", "" if is_imported else data),
         ("Tokenizer", settings.get("tokenizer")),
@@ -241,7 +242,7 @@ def facts(run_dir: Path, settings: dict, model: MPTConfig | None, step) -> list[
 
 
 def score_table(scores: dict) -> str:
-    """Scores beside what guessing would reach, or of adapters their base."""
+    """Scores beside what guessing would reach."""
     rows = []
     for task, score in scores.items():
         error = "" if score["stderr"] is None else f" ± {score['stderr']:.3f}"
