@@ -119,7 +119,9 @@ class Watchdog:
         return self
 
     def heartbeat(self) -> None:
-        """The training loop has finished a step."""
+        """The training loop has finished a step. SystemExit if the ranks were told to end."""
+        if self.beats.verdict is not None:  # what stood still goes on, after it was named
+            raise SystemExit(self.beats.verdict)
         self.beats.expect(f"no step for {self.minutes:g} minutes", 60 * self.minutes)
 
     def __exit__(self, kind, error, trace) -> None:
