@@ -403,7 +403,10 @@ class Worker:
             raise FileNotFoundError("its folder was removed")
         try:
             state = job.state()
-            is_late = self.seconds_left(job) < (self.silent_seconds(job) if is_running else 0)
+            silent_seconds = self.silent_seconds(job) if is_running else 0
+            is_late = state.get("is_late", False) or self.seconds_left(job) < silent_seconds
+            if is_late and "is_late" not in state:
+                job.write_state(is_late=True)  # also when its training has ended
             if is_running and (job.is_cancelled or is_late):
                 self.launcher.cancel(job)
             elif is_running:
