@@ -176,8 +176,9 @@ class TensorBoard:
         if not numbers:  # the run has come here without its files
             record.step, record.has_settings = -1, False
         suffix = f".{max(numbers, default=-1) + 1:06d}"  # a name that no file has
-        first = record.step + 1
-        self.writer = SummaryWriter(str(folder), purge_step=first, filename_suffix=suffix)
+        # Its thread writes each second; its `flush` does not wait for what is in its queue.
+        options = {"purge_step": record.step + 1, "filename_suffix": suffix, "flush_secs": 1}
+        self.writer = SummaryWriter(str(folder), **options)
         if not record.has_settings:
             lines = [f"    {name}: {value}" for name, value in settings.items()]  # Markdown
             self.writer.add_text("settings", "\n".join(lines))
@@ -187,7 +188,6 @@ class TensorBoard:
         for step, figures in steps:
             for name, figure in figures.items():
                 self.writer.add_scalar(name, figure, step)
-        self.writer.flush()
 
     def close(self, is_done: bool) -> None:
         self.writer.close()

@@ -379,7 +379,8 @@ def main(argv):
     before = peak()
     for folder in argv[:2]:
         hf.load_into(model, folder)
-        print("measured", peak() - before, 4 * whole, 4 * part, flush=True)
+        line = f"measured {peak() - before} {4 * whole} {4 * part}"
+        print(line + chr(10), end="", flush=True)  # in one write: ranks print at the same time
 
 processes.run(main)
 """
