@@ -51,6 +51,9 @@ RANGES = {
         (1, 2**24, "max_seq_len vocab_size"),
         (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is near the smallest fp32 number
         (1e-9, 10**6, "softmax_scale logit_scale"),
+        (1e-3, 10**6, "attn_logit_softcapping final_logit_softcapping"),
+        (-1, 2**24, "sliding_window_size"),
+        (1e-6, 1, "embedding_fraction"),
         (0, 0.99, "emb_pdrop attn_pdrop resid_pdrop lora_dropout"),
         (0, 10**18, "seed"),
         (1e-9, 0.5, "val_fraction"),
@@ -100,9 +103,9 @@ COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
 # The model
 
 # The linear layers of a block, in the order in which it computes them.
-LINEAR_LAYERS = ["Wqkv", "out_proj", "up_proj", "down_proj"]
+LINEAR_LAYERS = ["Wqkv", "out_proj", "gate_proj", "up_proj", "down_proj"]
 
-Norm = Literal["low_precision_layernorm", "layernorm"]  # computed in bf16, or in fp32
+Norm = Literal["low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm"]
 AttentionImpl = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"]
 
 
@@ -128,16 +131,24 @@ class MPTConfig:
     kv_n_heads: int | None = None  # key/value heads: None = n_heads, 1 = multi-query, else grouped
     attn_uses_sequence_id: bool = False  # documents packed into one row do not see each other
     clip_qkv: float | None = None  # clamp the output of Wqkv to +-clip_qkv (0 or None: do not)
-    qk_ln: bool = False  # LayerNorm over all of q and all of k
+    qk_ln: bool = False  # norm over all of q and all of k
+    qk_gn: bool = False  # norm over each head of q and of k
     softmax_scale: float | None = None  # None = 1 / sqrt(head_dim)
+    sliding_window_size: int = -1  # a query sees so many keys before its own (-1 = all)
+    attn_logit_softcapping: float | None = None  # c: a score becomes c * tanh(score / c)
     attn_impl: AttentionImpl = "auto"  # see attention.py
+    # --- model: feed-forward
+    ffn_type: Literal["mptmlp", "mptglu"] = "mptmlp"  # mptglu: down_proj(act(gate_proj) * up_proj)
+    ffn_act_fn: Literal["gelu", "silu", "relu"] = "gelu"  # act; gelu is the exact one
     # --- model: norm, dropout and output
-    norm_type: Norm = "low_precision_layernorm"  # norm in bf16, or in fp32
+    norm_type: Norm = "low_precision_layernorm"  # layernorm, rmsnorm; low_precision_...: in bf16
+    embedding_fraction: float = 1.0  # the embedding gets this part of its gradient (GLM-130B)
     emb_pdrop: float = 0.0  # dropout after the embedding
     attn_pdrop: float = 0.0  # dropout on the attention probabilities
     resid_pdrop: float = 0.0  # dropout after attention and after the feed-forward
     tie_word_embeddings: bool = True  # the output layer is the embedding, transposed
     logit_scale: float | Literal["inv_sqrt_d_model"] | None = None  # multiply the logits by this
+    final_logit_softcapping: float | None = None  # c: a logit becomes c * tanh(logit / c)
 
     @property
     def head_dim(self) -> int:
@@ -153,6 +164,19 @@ class MPTConfig:
     def hidden_dim(self) -> int:
         """Hidden width of the feed-forward."""
         return int(self.d_model * self.expansion_ratio)
+
+    @property
+    def window(self) -> int | None:
+        """How many keys before its own a query sees; None: all."""
+        return None if self.sliding_window_size == -1 else self.sliding_window_size
+
+    @property
+    def keys_seen(self) -> int:
+        """How many keys a query's scores are counted for: all of a sequence, or those of a window.
+
+        As many as the last query sees, for every query: causality is not counted.
+        """
+        return self.max_seq_len if self.window is None else min(self.window + 1, self.max_seq_len)
 
     @property
     def learned_positions(self) -> bool:
@@ -213,9 +237,14 @@ class MPTConfig:
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """The linear layers of a block: name -> (features out, features in)."""
         d_model, hidden = self.d_model, self.hidden_dim
-        qkv = d_model + 2 * self.n_kv_heads * self.head_dim
-        shapes = [(qkv, d_model), (d_model, d_model), (hidden, d_model), (d_model, hidden)]
-        return dict(zip(LINEAR_LAYERS, shapes, strict=True))
+        gate = {"gate_proj": (hidden, d_model)} if self.ffn_type == "mptglu" else {}
+        return {
+            "Wqkv": (d_model + 2 * self.n_kv_heads * self.head_dim, d_model),
+            "out_proj": (d_model, d_model),
+            **gate,
+            "up_proj": (hidden, d_model),
+            "down_proj": (d_model, hidden),
+        }
 
     def adapted_blocks(self, last_blocks: int) -> range:
         """The blocks that get adapters: the last ones, or all (0)."""

@@ -39,30 +39,25 @@ from program import require
 def params_by_part(cfg: MPTConfig) -> dict[str, int]:
     """{part: number of parameters}, summed over the layers. All biases are one part."""
     d = cfg.d_model
-    hidden = cfg.hidden_dim
+    shapes = cfg.linear_layers()
+    linear = {name: cfg.n_layers * n_out * n_in for name, (n_out, n_in) in shapes.items()}
     kv = cfg.n_kv_heads * cfg.head_dim  # width of all keys, and of all values
-    layer = {
-        "Wqkv": d * (d + 2 * kv),
-        "out_proj": d * d,
-        "up_proj": d * hidden,
-        "down_proj": hidden * d,
-        "norms": 2 * d + (d + kv if cfg.qk_ln else 0),
-    }
-    wqkv_bias = d + 2 * kv
-    linear_biases = wqkv_bias + d + hidden + d
-    norm_biases = layer["norms"]
-    norm_f = d  # and as many biases
-    biases = cfg.n_layers * (linear_biases + norm_biases) + norm_f
-
-    parts = {
+    norms = 2 * d
+    if cfg.qk_ln:
+        norms += d + kv
+    if cfg.qk_gn:
+        norms += 2 * cfg.head_dim
+    all_norms = cfg.n_layers * norms + d
+    linear_biases = cfg.n_layers * sum(n_out for n_out, _ in shapes.values())
+    norm_biases = 0 if cfg.norm_type.endswith("rmsnorm") else all_norms
+    return {
         "wte": cfg.vocab_size * d,
         "wpe": cfg.max_seq_len * d if cfg.learned_positions else 0,
-        **{name: cfg.n_layers * n for name, n in layer.items()},
-        "biases": 0 if cfg.no_bias else biases,
+        **linear,
+        "norms": all_norms,
+        "biases": 0 if cfg.no_bias else linear_biases + norm_biases,
         "lm_head": 0 if cfg.tie_word_embeddings else cfg.vocab_size * d,
     }
-    parts["norms"] += norm_f
-    return parts
 
 
 def n_params(cfg: MPTConfig) -> int:
@@ -149,6 +144,7 @@ def first_backward(cfg: MPTConfig, train: TrainConfig) -> int:
 LINEARS = {
     "Wqkv": "QKV",
     "out_proj": "projection",
+    "gate_proj": "MLP gate",
     "up_proj": "MLP up",
     "down_proj": "MLP down",
 }
@@ -158,16 +154,12 @@ PASSES = ("forward", "input gradient", "weight gradient", "recomputed")
 
 def block_forward(cfg: MPTConfig) -> dict[str, int]:
     """{part: FLOPs per token} of one block's forward, in its order."""
-    d = cfg.d_model
-    attention = 2 * d * cfg.max_seq_len  # grouped heads save nothing: all queries count
-    return {
-        "QKV": 2 * d * (d + 2 * cfg.n_kv_heads * cfg.head_dim),
-        "scores": attention,
-        "attention x V": attention,
-        "projection": 2 * d * d,
-        "MLP up": 2 * d * cfg.hidden_dim,
-        "MLP down": 2 * cfg.hidden_dim * d,
+    linear = {
+        LINEARS[name]: 2 * n_out * n_in for name, (n_out, n_in) in cfg.linear_layers().items()
     }
+    attention = 2 * cfg.d_model * cfg.keys_seen  # grouped heads save nothing: all queries count
+    of_attention = dict.fromkeys(ATTENTION, attention)
+    return {"QKV": linear.pop("QKV"), **of_attention, **linear}
 
 
 def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[str, int]]:
@@ -275,7 +267,7 @@ def flops_of(
     n = n_params(cfg) - lookup
     n_again = n
     if row.matmuls_only:
-        n_again = sum(parts[name] for name in LINEAR_LAYERS)
+        n_again = sum(parts[name] for name in cfg.linear_layers())
         n = n_again + cfg.vocab_size * cfg.d_model
     again = [i for i in range(L) if checkpointing_of(train, i) == "full"]
     l_d_s = L * cfg.d_model * cfg.max_seq_len

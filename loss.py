@@ -30,17 +30,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-import attention
+from attention import autocast_dtype
 from config import CHUNK_BYTES, COLUMNS, GPU_ROWS
 from program import arguments, run
 
 IGNORE = -100  # a label that does not count
-
-
-def autocast_dtype(x):
-    """The dtype that autocast gives to matmuls on x's device; x's own dtype without autocast."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def at_least_fp32(x):
@@ -48,27 +42,34 @@ def at_least_fp32(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def linear_cross_entropy(x, weight, labels, logit_scale=None, z_loss=0.0, loss_of=None, rows=None):
+def soft_capped(logits, cap: float | None):
+    """cap * tanh(logits / cap), which lies between -cap and cap (Gemma 2); None: as they are."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def linear_cross_entropy(
+    x, weight, labels, logit_scale=None, z_loss=0.0, softcap=None, loss_of=None, rows=None
+):
     """The sum of the token cross-entropies; the caller divides by the number of counted tokens.
 
     x: (..., D); weight: (V, D); labels: (...) int64, each below V or IGNORE, which does not count.
     (Others are an IndexError on a CPU; on a GPU the loss is NaN, or the device's own check fails.)
     Returns an fp32 scalar (fp64 for fp64 inputs). Under autocast, matmuls run in its dtype.
-    Differentiable once.
+    Differentiable once. softcap: see `soft_capped`, after logit_scale.
     loss_of: computes a chunk of `rows` tokens as `chunk_loss` does; None: what suits the device.
     """
     scale = 1.0 if logit_scale is None else logit_scale
     flat_x = x.flatten(0, -2)  # (N, D)
     needs_grad = torch.is_grad_enabled()
     return LinearCrossEntropy.apply(
-        flat_x, weight, labels.flatten(), scale, z_loss, needs_grad, loss_of, rows
+        flat_x, weight, labels.flatten(), scale, z_loss, softcap, needs_grad, loss_of, rows
     )
 
 
-def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.0):
-    """The same, the obvious way: all logits in memory. Arguments as `linear_cross_entropy`."""
+def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.0, softcap=None):
+    """The obvious way: all logits in memory. Arguments as `linear_cross_entropy`."""
     logits = logit_scale * (x @ weight.T).flatten(0, -2)  # (N, V)
-    logits = logits.to(at_least_fp32(logits))
+    logits = soft_capped(logits.to(at_least_fp32(logits)), softcap)
     labels = labels.flatten()
     log_z = logits.logsumexp(-1)
     penalty = z_loss * log_z[labels != IGNORE].square().sum()
@@ -79,7 +80,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The autograd node: the forward computes the gradients, the backward only scales them."""
 
     @staticmethod
-    def forward(ctx, x, weight, labels, scale, z_loss, needs_grad, loss_of, rows):
+    def forward(ctx, x, weight, labels, scale, z_loss, softcap, needs_grad, loss_of, rows):
         """x (N, D), weight (V, D), labels (N,) -> the loss, a scalar.
 
         needs_grad: whether autograd is on for the caller. In here it is always off.
@@ -103,7 +104,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, x.shape[0], rows):
             chunk = slice(begin, begin + rows)
             chunk_grad_x = None if grad_x is None else grad_x[chunk]
-            loss += loss_of(x[chunk], weight, labels[chunk], scale, z_loss, chunk_grad_x, grad_w)
+            factors = scale, z_loss, softcap
+            loss += loss_of(x[chunk], weight, labels[chunk], *factors, chunk_grad_x, grad_w)
         ctx.scale = scale
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight_dtype))
         return loss
@@ -119,7 +121,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_x = (grad_x.to(factor.dtype) * factor).to(grad_x.dtype)
         if grad_w is not None:
             grad_w = (grad_w.to(factor.dtype) * factor).to(grad_w.dtype)
-        return grad_x, grad_w, None, None, None, None, None, None
+        return grad_x, grad_w, None, None, None, None, None, None, None
 
 
 def takes_kernel(device, dtype) -> bool:
@@ -129,8 +131,7 @@ def takes_kernel(device, dtype) -> bool:
     Triton has no matrix instructions, or on which a kernel gives other results than the formulas,
     take PyTorch's operators here as they do for attention.
     """
-    can_run_triton = device.type == "cuda" and attention.HAS_TRITON and attention.CAN_BUILD
-    if not can_run_triton or dtype == torch.float64:
+    if device.type != "cuda" or dtype == torch.float64:
         return False
     from gpu_kernels import first_use  # only GPUs need it
 
@@ -151,7 +152,7 @@ def chunk_rows(vocab_size: int) -> int:
     return rows
 
 
-def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
+def chunk_loss(x, weight, labels, scale, z_loss, softcap, grad_x, grad_w):
     """The loss of one chunk, a scalar. Writes grad_x (rows, D) and adds to grad_w (V, D).
 
     x: (rows, D) and weight: (V, D) in one dtype; labels: (rows,). A gradient that is None is not
@@ -165,6 +166,8 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     logits = (x @ weight.T).to(exact)  # (rows, V)
     if scale != 1:
         logits.mul_(scale)
+    if softcap is not None:
+        logits, slope = capped_with_slope(logits, softcap)
     largest = logits.amax(-1, keepdim=True)  # (rows, 1)
     of_label = logits.gather(1, labels)
     probs = softmax_(logits)
@@ -181,10 +184,20 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     if z_loss:
         probs.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
     minus_one = -torch.ones_like(log_z)
-    grad = probs.scatter_add_(1, labels, minus_one).to(x.dtype)  # (rows, V)
+    probs.scatter_add_(1, labels, minus_one)
+    if softcap is not None:
+        probs.mul_(slope)
+    grad = probs.to(x.dtype)  # (rows, V)
     del probs  # in bf16 that is twice the memory of the gradient
     add_products(grad, x, weight, counted, grad_x, grad_w)
     return loss
+
+
+def capped_with_slope(logits, softcap: float):
+    """`soft_capped`, and its derivative, 1 - tanh^2. The logits are overwritten."""
+    tanh = logits.div_(softcap).tanh_()
+    slope = 1 - tanh.square()
+    return tanh.mul_(softcap), slope
 
 
 def add_products(grad, x, weight, counted, grad_x, grad_w) -> None:
@@ -207,83 +220,31 @@ def softmax_(logits):
     return torch.softmax(logits, dim=-1, out=out)
 
 
-def kernel_chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
+def kernel_chunk_loss(x, weight, labels, scale, z_loss, softcap, grad_x, grad_w):
     """`chunk_loss` for GPUs. Arguments as there; the loss of a label beyond the vocabulary is NaN.
 
-    The only tensor of shape (rows, V) is the logits, in the dtype of x. The kernel sets the
-    gradient of rows that do not count to 0.
+    The only tensor of shape (rows, V) is the logits, in the dtype of x; with a softcap there is its
+    slope, too. The kernel sets the gradient of rows that do not count to 0.
     """
     from gpu_kernels import cross_entropy as kernels  # only GPUs need it
 
     logits = x @ weight.T  # (rows, V)
+    if softcap is not None:
+        logits, slope = capped_with_slope(logits.mul_(scale), softcap)
+        scale = 1.0
     if grad_x is None and grad_w is None:
         losses, _ = kernels.cross_entropy(logits, labels, scale, z_loss)
         return losses.sum()
 
     losses, _ = kernels.cross_entropy_gradient_(logits, labels, scale, z_loss)
     grad = logits  # the kernel has written the gradient over them
+    if softcap is not None:
+        grad.mul_(slope)
     if grad_x is not None:
         torch.mm(grad, weight, out=grad_x)
     if grad_w is not None:
         kernels.add_product_(grad_w, grad.T, x)
     return losses.sum()
-
-
-@torch.no_grad()
-def score_labels(x, weight, labels, logit_scale=None):
-    """The log-probability of each label, and whether it is the most likely token (greedy).
-
-    Arguments as `linear_cross_entropy`. Returns (log_probs, greedy), both shaped like labels:
-    log_probs in fp32 (fp64 for fp64 inputs), greedy bool; 0 and False where the label is IGNORE.
-    A label beyond the vocabulary has NaN. Of equal logits the first is the most likely.
-    """
-    scale = 1.0 if logit_scale is None else logit_scale
-    score = score_counted if x.device.type == "cpu" else score_all
-    log_probs, greedy = score(x.flatten(0, -2), weight, labels.flatten(), scale)
-    return log_probs.view(labels.shape), greedy.view(labels.shape)
-
-
-def score_all(x, weight, labels, scale):
-    """`score_labels` for x (N, D) and labels (N,), the obvious way, in chunks of rows.
-
-    On a GPU labels that do not count are scored, too: to leave them out, the host would have to
-    wait for the device, to learn how many they are.
-    """
-    exact = at_least_fp32(x)
-    weight = weight.to(autocast_dtype(x))  # cast once, not for each chunk
-    rows = chunk_rows(weight.shape[0])
-    chunk_log_probs, chunk_greedy = [], []
-    for x_chunk, labels_chunk in zip(x.split(rows), labels.split(rows), strict=True):
-        logits = F.linear(x_chunk, weight)  # (rows, V)
-        if scale != 1:
-            logits = logits.to(exact) * scale
-        chunk_greedy.append(likeliest(logits, labels_chunk))
-        index = labels_chunk.clamp(0, weight.shape[0] - 1)
-        log_prob = F.log_softmax(logits, -1, dtype=exact).gather(1, index[:, None])[:, 0]  # (rows,)
-        chunk_log_probs.append(log_prob.masked_fill(index != labels_chunk, math.nan))
-    log_probs = torch.cat(chunk_log_probs).masked_fill(labels == IGNORE, 0)
-    return log_probs, torch.cat(chunk_greedy)
-
-
-def score_counted(x, weight, labels, scale):
-    """`score_all` for the labels that count, and only those: on a CPU this is the faster way."""
-    counted = labels != IGNORE
-    log_probs = torch.zeros(labels.shape, dtype=at_least_fp32(x), device=x.device)
-    greedy = torch.zeros_like(counted)
-    scores = score_all(x[counted], weight, labels[counted], scale)
-    log_probs[counted], greedy[counted] = scores
-    return log_probs, greedy
-
-
-def likeliest(logits, labels):
-    """Whether each label (rows,) has the first of the largest logits (rows, V) of its row."""
-    if logits.device.type != "cpu":
-        return logits.argmax(-1) == labels
-    # A CPU takes long for argmax: only where the label has the largest logit.
-    index = labels.clamp(0, logits.shape[1] - 1)[:, None]
-    greedy = logits.gather(1, index)[:, 0] == logits.amax(-1)
-    greedy[greedy.clone()] = logits[greedy].argmax(-1) == labels[greedy]
-    return greedy
 
 
 def demonstrate(argv) -> None:

@@ -23,34 +23,58 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import Window, alibi_slopes, attention
+from attention import alibi_slopes, attention, autocast_dtype
 from config import MPTConfig
-from loss import autocast_dtype, linear_cross_entropy, score_labels
-from program import arguments, require, run
+from loss import linear_cross_entropy, soft_capped
+from program import UserError, arguments, run
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm that chooses its own dtype under autocast.
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension.
 
-    `low_precision_layernorm` returns autocast's dtype, so the residual stream stays bf16 (the
-    kernel sums in fp32 either way); `layernorm` returns fp32.
+    Under autocast `low_precision_layernorm` returns its dtype, so the residual stream stays bf16
+    (the kernel sums in fp32 either way); `layernorm` returns fp32.
     """
 
     def __init__(self, cfg: MPTConfig, dim: int):
         super().__init__(dim, eps=1e-5, bias=not cfg.no_bias)
-        self.low_precision = cfg.norm_type == "low_precision_layernorm"
+        self.low_precision = cfg.norm_type.startswith("low_precision")
 
     def forward(self, x):
-        """Normalize the last dimension of x (..., dim)."""
-        kind = x.device.type
-        if not torch.is_autocast_enabled(kind):
-            return super().forward(x)
-        dtype = autocast_dtype(x) if self.low_precision else torch.float32
+        """x (..., dim) -> the same shape."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)  # a CPU would spend 5 us on the context below
+        dtype = norm_dtype(x, self.low_precision)
         bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.autocast(kind, enabled=False):
-            x = x.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
             weight = self.weight.to(dtype)
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, cfg: MPTConfig, dim: int):
+        super().__init__(dim, eps=1e-5)
+        self.low_precision = cfg.norm_type.startswith("low_precision")
+
+    def forward(self, x):
+        """x (..., dim) -> the same shape; its dtype as LayerNorm's."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        dtype = norm_dtype(x, self.low_precision)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+
+
+def norm_dtype(x, low_precision: bool):
+    """In which dtype a norm computes and returns, under autocast."""
+    return autocast_dtype(x) if low_precision else torch.float32
+
+
+def new_norm(cfg: MPTConfig, dim: int) -> nn.Module:
+    """The norm that `norm_type` names."""
+    return RMSNorm(cfg, dim) if cfg.norm_type.endswith("rmsnorm") else LayerNorm(cfg, dim)
 
 
 class Positions(NamedTuple):
@@ -59,7 +83,32 @@ class Positions(NamedTuple):
     slopes: torch.Tensor | None = None  # ALiBi: (H,)
     angles: tuple | None = None  # RoPE: cos and sin, each (B or 1, 1, T, D)
     sequence_ids: torch.Tensor | None = None  # the document of each key: (B, Tk)
-    window: Window | None = None  # the keys that a single query sees
+    visible: object | None = None  # of a captured step: see serving/step_graph.py
+
+
+def positions_of(cfg: MPTConfig, input_ids, cache, sequence_ids):
+    """The index of each token in its text, (1 or B, T), and `Positions`.
+
+    With a cache, the ids follow its tokens, and it knows about padding. UserError for more tokens
+    than learned positions.
+    """
+    device = input_ids.device
+    n_tokens = input_ids.shape[1]
+    end = n_tokens if cache is None else cache.length + n_tokens
+    if cfg.learned_positions and end > cfg.max_seq_len:
+        raise UserError(
+            f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} "
+            "(ALiBi has no such limit)"
+        )
+    if cache is None:
+        indices = torch.arange(n_tokens, device=device)[None]
+    else:
+        indices = cache.positions(n_tokens)
+        sequence_ids = cache.sequence_ids(n_tokens)
+    slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, device) if cfg.alibi else None
+    angles = rope_angles(cfg, indices) if cfg.rope else None
+    visible = None if cache is None else cache.visible
+    return indices, Positions(slopes, angles, sequence_ids, visible)
 
 
 def rope_angles(cfg: MPTConfig, positions):
@@ -92,7 +141,13 @@ def document_ids(input_ids, separator: int):
 class Attention(nn.Module):
     """Multi-head attention: one fused projection to q, k, v, then attention, then out_proj.
 
-    The rows of Wqkv's weight: d_model of q, then Hkv * D of k, then Hkv * D of v.
+        y = softmax(q k^T * scale + bias) v, for each head on its own:
+
+        q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)
+        bias: ALiBi's -slope * (i - j) for query i and key j; -inf if j > i (causal mask)
+
+    attention.py has this in plain PyTorch, and kernels that never store q k^T. The rows of Wqkv's
+    weight: d_model of q, then Hkv * D of k, then Hkv * D of v.
     """
 
     def __init__(self, cfg: MPTConfig):
@@ -102,15 +157,19 @@ class Attention(nn.Module):
         self.kv_dim = cfg.n_kv_heads * cfg.head_dim
         self.Wqkv = nn.Linear(cfg.d_model, self.q_dim + 2 * self.kv_dim, bias=not cfg.no_bias)
         self.out_proj = nn.Linear(cfg.d_model, cfg.d_model, bias=not cfg.no_bias)
-        if cfg.qk_ln:
-            self.q_ln = LayerNorm(cfg, cfg.d_model)
-            self.k_ln = LayerNorm(cfg, self.kv_dim)
+        if cfg.qk_ln:  # over all heads together
+            self.q_ln = new_norm(cfg, cfg.d_model)
+            self.k_ln = new_norm(cfg, self.kv_dim)
+        if cfg.qk_gn:  # each head on its own
+            self.q_ln = new_norm(cfg, cfg.head_dim)
+            self.k_ln = new_norm(cfg, cfg.head_dim)
 
     def forward(self, x, positions, cache=None, layer=0):
         """x (B, T, d_model) -> (B, T, d_model). With a cache, x follows its tokens."""
+        cfg = self.cfg
         qkv = self.Wqkv(x)  # (B, T, d_model + 2 * kv_dim)
-        if self.cfg.clip_qkv:
-            qkv = qkv.clamp(-self.cfg.clip_qkv, self.cfg.clip_qkv)
+        if cfg.clip_qkv:
+            qkv = qkv.clamp(-cfg.clip_qkv, cfg.clip_qkv)
         q, k, v = self.heads(qkv)
         if positions.angles:
             q = rotate(q, *positions.angles)
@@ -118,9 +177,21 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(layer, k, v)  # all keys so far: Tk >= T
             q = q.to(k.dtype)  # a cache may have a wider dtype than the weights
-        are_views = not (self.cfg.qk_ln or positions.angles or cache is not None)
-        y = self.attend(q, k, v, positions, qkv if are_views else None)
-        y = y.transpose(1, 2).flatten(2)  # heads side by side
+        y = attention(
+            q,
+            k,
+            v,
+            impl=cfg.attn_impl,
+            alibi_slopes=positions.slopes,
+            softmax_scale=cfg.softmax_scale,  # None: 1 / sqrt(D)
+            dropout_p=cfg.attn_pdrop if self.training else 0.0,
+            sequence_ids=positions.sequence_ids,
+            window=cfg.window,
+            softcap=cfg.attn_logit_softcapping,
+            visible=positions.visible,
+            qkv=qkv,
+        )
+        y = y.transpose(1, 2).flatten(2)  # heads side by side: (B, T, d_model)
         return self.out_proj(y.to(qkv.dtype))
 
     def heads(self, qkv):
@@ -130,44 +201,40 @@ class Attention(nn.Module):
         if self.cfg.qk_ln:
             q = self.q_ln(q).to(v.dtype)
             k = self.k_ln(k).to(v.dtype)
-        q, k, v = (y.view(B, T, -1, self.cfg.head_dim).transpose(1, 2) for y in (q, k, v))
-        return q, k, v
+        q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in (q, k, v))
+        if self.cfg.qk_gn:
+            q = self.q_ln(q).to(v.dtype)
+            k = self.k_ln(k).to(v.dtype)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, q, k, v, positions, fused):
-        """y = softmax(q k^T * scale + bias) v, for each head on its own:
 
-            q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)
-            bias: ALiBi's -slope * (i - j) for query i and key j; -inf if j > i (causal mask)
-
-        attention.py has this in plain PyTorch, and kernels that never store q k^T. fused: the
-        tensor that q, k and v are views of, or None; `triton` writes one gradient for all of it.
-        """
-        cfg = self.cfg
-        return attention(
-            q,
-            k,
-            v,
-            impl=cfg.attn_impl,
-            alibi_slopes=positions.slopes,
-            softmax_scale=cfg.softmax_scale,  # None: 1 / sqrt(D)
-            dropout_p=cfg.attn_pdrop if self.training else 0.0,
-            sequence_ids=positions.sequence_ids,
-            window=positions.window,
-            qkv=fused,
-        )
+ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}  # GELU is the exact one, with erf
 
 
 class FFN(nn.Module):
-    """The feed-forward network: down_proj(gelu(up_proj(x))), with the exact (erf) GELU."""
+    """The feed-forward network: down_proj(act(up_proj(x))). act is GELU unless set otherwise."""
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
+        self.act = ACTIVATIONS[cfg.ffn_act_fn]
         self.up_proj = nn.Linear(cfg.d_model, cfg.hidden_dim, bias=not cfg.no_bias)
         self.down_proj = nn.Linear(cfg.hidden_dim, cfg.d_model, bias=not cfg.no_bias)
 
     def forward(self, x):
         """x (B, T, d_model) -> (B, T, d_model)."""
-        return self.down_proj(F.gelu(self.up_proj(x)))
+        return self.down_proj(self.act(self.up_proj(x)))
+
+
+class GatedFFN(FFN):
+    """down_proj(act(gate_proj(x)) * up_proj(x)): SwiGLU if act is SiLU (Shazeer, 2020)."""
+
+    def __init__(self, cfg: MPTConfig):
+        super().__init__(cfg)
+        self.gate_proj = nn.Linear(cfg.d_model, cfg.hidden_dim, bias=not cfg.no_bias)
+
+    def forward(self, x):
+        """x (B, T, d_model) -> (B, T, d_model)."""
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -178,10 +245,10 @@ class Block(nn.Module):
         self.resid_pdrop = cfg.resid_pdrop
         # Activation checkpointing: None, or torch's arguments for it (parallel.recompute sets it).
         self.recompute = None
-        self.norm_1 = LayerNorm(cfg, cfg.d_model)
+        self.norm_1 = new_norm(cfg, cfg.d_model)
         self.attn = Attention(cfg)
-        self.norm_2 = LayerNorm(cfg, cfg.d_model)
-        self.ffn = FFN(cfg)
+        self.norm_2 = new_norm(cfg, cfg.d_model)
+        self.ffn = GatedFFN(cfg) if cfg.ffn_type == "mptglu" else FFN(cfg)
 
     def forward(self, x, positions, cache=None, layer=0):
         """x (B, T, d_model) -> (B, T, d_model). `layer` is this block's index in the cache."""
@@ -207,52 +274,30 @@ class Transformer(nn.Module):
         if cfg.learned_positions:
             self.wpe = nn.Embedding(cfg.max_seq_len, cfg.d_model)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
-        self.norm_f = LayerNorm(cfg, cfg.d_model)
+        self.norm_f = new_norm(cfg, cfg.d_model)
 
-    def forward(self, input_ids, cache=None, sequence_ids=None, x=None):
+    def forward(self, input_ids, cache=None, sequence_ids=None):
         """Token ids (B, T) -> hidden states (B, T, d_model).
 
-        With a cache, the ids follow the cached tokens, and the cache grows by T. sequence_ids:
-        (B, T), the document of each token, or None if each row is one document. x: hidden states
-        of these ids that earlier layers have computed elsewhere; None: begin with the embeddings.
-        UserError for more tokens than learned positions.
+        sequence_ids: (B, T), the document of each token; None: each row is one document. With a
+        cache, which grows by T, the ids follow the cached tokens.
         """
-        cfg = self.cfg
-        n_tokens = input_ids.shape[1]
-        device = input_ids.device
-        if cache is None:
-            end = n_tokens
-            token_positions = torch.arange(end, device=device)[None]  # (1 or B, T)
-            window = None
-        else:
-            end = cache.length + n_tokens
-            token_positions = cache.positions(n_tokens)
-            sequence_ids = cache.sequence_ids(n_tokens)
-            window = cache.window
-        if cfg.learned_positions:
-            require(
-                end <= cfg.max_seq_len,
-                f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} "
-                "(ALiBi has no such limit)",
-            )
-        if x is None:
-            x = self.embed(input_ids, token_positions)
-
-        slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, device) if cfg.alibi else None
-        angles = rope_angles(cfg, token_positions) if cfg.rope else None
-        positions = Positions(slopes, angles, sequence_ids, window)
+        indices, positions = positions_of(self.cfg, input_ids, cache, sequence_ids)
+        x = self.embed(input_ids, indices)
         for layer, block in enumerate(self.blocks):
             x = block(x, positions, cache, layer)
         if cache is not None:
-            cache.length = end
+            cache.length += input_ids.shape[1]
         return self.norm_f(x)
 
-    def embed(self, input_ids, token_positions):
+    def embed(self, input_ids, indices):
         """The residual stream before the first block, (B, T, d_model), bf16 under autocast."""
         cfg = self.cfg
         x = self.wte(input_ids)  # (B, T, d_model)
         if cfg.learned_positions:
-            x = x + self.wpe(token_positions)
+            x = x + self.wpe(indices)
+        if cfg.embedding_fraction < 1:  # the embedding gets a part of its gradient
+            x = cfg.embedding_fraction * x + (1 - cfg.embedding_fraction) * x.detach()
         x = F.dropout(x, cfg.emb_pdrop, self.training)
         return x.to(autocast_dtype(x))
 
@@ -272,37 +317,32 @@ class MPT(nn.Module):
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
 
-    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, score=False, x=None):
-        """The logits, the loss, or the scores of labels. ids and labels: (B, T) int64.
+    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, head=None):
+        """The logits, the loss, or what `head` makes of the hidden states. ids, labels: (B, T) int64.
 
-            model(ids)                      logits (B, T, V)
-            model(ids, labels)              sum of the tokens' losses (loss.py), a scalar
-            model(ids, labels, score=True)  (log-probability, is it the most likely token?) of each
-                                            label, (B, T) each
+            model(ids)                  logits (B, T, V)
+            model(ids, labels)          sum of the tokens' losses (loss.py); label -100 does not count
+            model(ids, labels, head=f)  f(model, hidden states (B, T, d_model), labels)
 
-        Label -100 does not count. Loss and scores never hold all logits; z_loss: see loss.py. With
-        a `KVCache`, the ids follow the cached tokens. x: see `Transformer`. All three share one
-        `forward`, because fully_shard gathers the weights only when forward is called.
+        With a `KVCache`, the ids follow the cached tokens. All of these happen in `forward`, since
+        fully_shard gathers the weights only when forward is called.
         """
-        documents = None
-        if self.cfg.attn_uses_sequence_id and cache is None:
-            known = self.separator is not None
-            require(known or not self.training, "attn_uses_sequence_id: set model.separator")
-            documents = document_ids(input_ids, self.separator) if known else None
-        x = self.transformer(input_ids, cache, documents, x)  # (B, T, d_model)
-        return self.output(x, labels, z_loss, score)
-
-    def output(self, x, labels, z_loss, score):
-        """What `forward` returns, from hidden states (B, T, d_model)."""
-        if score:
-            return self.score(x, labels)
+        x = self.transformer(input_ids, cache, self.documents(input_ids, cache))
+        if head is not None:
+            return head(self, x, labels)
         if labels is not None:
             return self.loss(x, labels, z_loss)
         return self.logits(x)
 
-    def score(self, x, labels):
-        """Log-probability of each label, and whether it is the most likely token, (B, T) each."""
-        return score_labels(x, self.output_weight, labels, self.logit_scale)
+    def documents(self, input_ids, cache):
+        """The document of each token, (B, T), with attn_uses_sequence_id; else None."""
+        if not self.cfg.attn_uses_sequence_id or cache is not None:
+            return None
+        if self.separator is not None:
+            return document_ids(input_ids, self.separator)
+        if self.training:
+            raise UserError("attn_uses_sequence_id: set model.separator")
+        return None
 
     def loss(self, x, labels, z_loss):
         """The sum of the losses of labels (B, T), from hidden states (B, T, d_model).
@@ -311,12 +351,17 @@ class MPT(nn.Module):
         z-loss, without all logits in memory; loss.py begins with the formula.
         Another loss has to be a sum over counted tokens, too: train_step divides by their number.
         """
-        return linear_cross_entropy(x, self.output_weight, labels, self.logit_scale, z_loss)
+        cap = self.cfg.final_logit_softcapping
+        return linear_cross_entropy(
+            x, self.output_weight, labels, self.logit_scale, z_loss, softcap=cap
+        )
 
     def logits(self, x):
         """Hidden states (B, T, d_model) -> (B, T, V)."""
         logits = F.linear(x, self.output_weight)
-        return logits if self.logit_scale is None else logits * self.logit_scale
+        if self.logit_scale is not None:
+            logits = logits * self.logit_scale
+        return soft_capped(logits, self.cfg.final_logit_softcapping)
 
     def new_cache(self, batch_size, max_tokens, dtype, pad=None):
         """An empty `KVCache` with room for `max_tokens` positions of each row."""
@@ -354,7 +399,7 @@ class KVCache:
     v: torch.Tensor
     length: int = 0
     pad: torch.Tensor | None = None
-    window = None  # each query sees the filled positions; of serving/step_graph.py, a part of all
+    visible = None  # each query sees all filled positions; of a captured step, a part of all columns
 
     def positions(self, n_tokens):
         """Where the next tokens stand in their texts, (1 or B, n_tokens)."""

@@ -8,7 +8,11 @@ which Triton keeps on disk for the next process.
 """
 
 import functools
+import importlib.util
+import os
+import shutil
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -26,13 +30,27 @@ def suits(device: torch.device, head_dim: int = 0, one_query: bool = False) -> b
 
     one_query: attention's launch row for a single query, which sees a part of the keys.
 
-    If not, one line on stderr says so, once per process.
+    If not, one line on stderr says so, once per process; none if Triton is not there, or has no
+    matrix instructions for this device.
     """
+    if not can_build():
+        return False
     if not launch_table.has_matrix_instructions(launch_table.architecture(device)):
         return False
     if head_dim:
         head_dim = 64 if head_dim <= 64 else 128  # each has launch rows of its own
     return is_right(device, head_dim, one_query)
+
+
+@functools.cache
+def can_build() -> bool:
+    """Whether Triton is here, and what builds the launchers of its kernels: a C compiler, Python.h.
+
+    PyTorch for CUDA and ROCm brings Triton; some containers lack the others.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    return bool(importlib.util.find_spec("triton") and compiler and os.path.exists(header))
 
 
 @functools.cache

@@ -596,7 +596,16 @@ def backward_flops(do_shape, q_shape, k_shape, *args, **kwargs) -> int:
 
 
 def flash_attention(
-    q, k, v, *, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None, qkv=None
+    q,
+    k,
+    v,
+    *,
+    alibi_slopes=None,
+    causal=True,
+    softmax_scale=None,
+    sequence_ids=None,
+    window=None,
+    qkv=None,
 ):
     """softmax(q k^T * softmax_scale + bias) v without a T x T tensor: (B, H, Tq, D).
 
@@ -604,21 +613,22 @@ def flash_attention(
     fp16 or fp32 (under autocast: its dtype). The queries are the last Tq of the Tk positions.
     alibi_slopes: (H,) fp32, without gradient. softmax_scale: None means 1 / sqrt(D). sequence_ids:
     (B, Tk) integers. A document is a run of equal ids, and documents do not see each other. A query
-    that sees no key gives zeros. qkv: (B, T, (H + 2 Hkv) * D), if q, k and v are views of it, side
-    by side: its gradient is then made in one piece. Differentiable once. Raises UserError, a
-    ValueError.
+    that sees no key gives zeros. window: how many keys before its own a query sees, with causality.
+    qkv: the projection's output, (B, T, (H + 2 Hkv) * D), or None. If q, k and v are still views of
+    it, not computed anew as by RoPE, its gradient is made in one piece. Differentiable once. Raises
+    UserError, a ValueError.
     """
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     check(q, k, v, alibi_slopes, sequence_ids)
-    if qkv is not None and qkv.dtype == q.dtype:
-        check_views(qkv, q, k, v)
-    else:
-        qkv = None  # q, k and v have been cast
+    if qkv is not None and not are_heads_of(qkv, q, k, v):
+        qkv = None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     bounds = None if sequence_ids is None else document_bounds(sequence_ids)
+    if window is not None:
+        bounds = window_bounds(bounds, window, k)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
     if qkv is not None:
         return FromProjection.apply(qkv, q.shape[1], k.shape[1], slopes, bounds, causal, scale)
@@ -684,18 +694,14 @@ def fault_of_bias(q, k, slopes, sequence_ids) -> str:
     return ""
 
 
-def check_views(qkv, q, k, v) -> None:
-    """UserError unless q, k and v have the strides of `heads_of(qkv)`.
-
-    A q or k that was computed from them, as by RoPE, does not; it would silently be ignored.
-    """
+def are_heads_of(qkv, q, k, v) -> bool:
+    """Whether q, k and v are the views `heads_of` qkv, in the same places of the same memory."""
+    memory = qkv if qkv._base is None else qkv._base
     for x, view in zip((q, k, v), heads_of(qkv, q.shape[1], k.shape[1]), strict=True):
-        # A dimension of one entry, such as a single token, may have any stride.
-        strides = [
-            (a, b) for n, a, b in zip(x.shape, x.stride(), view.stride(), strict=True) if n > 1
-        ]
-        if x.shape != view.shape or any(a != b for a, b in strides):
-            raise UserError("q, k and v are not views of qkv: call attention without qkv")
+        same_place = x._base is memory and x.storage_offset() == view.storage_offset()
+        if not same_place or x.shape != view.shape or x.stride() != view.stride():
+            return False
+    return True
 
 
 def document_bounds(sequence_ids):
@@ -711,13 +717,27 @@ def document_bounds(sequence_ids):
     return torch.stack([begin, end], 1).to(torch.int32)
 
 
+def window_bounds(bounds, window: int, k):
+    """`document_bounds`, or None, within a window: (B, 2, Tk) int32.
+
+    A query sees `window` keys before its own, and a key is seen by as many queries after it.
+    """
+    B, n_keys = k.shape[0], k.shape[2]
+    position = torch.arange(n_keys, device=k.device, dtype=torch.int32)
+    first = (position - window).clamp(min=0)
+    last = (position + window + 1).clamp(max=n_keys)
+    if bounds is None:
+        return torch.stack([first, last]).expand(B, 2, n_keys).contiguous()
+    return torch.stack([bounds[:, 0].maximum(first), bounds[:, 1].minimum(last)], 1)
+
+
 # --- the obvious version, and measurements
 
 
 def reference_attention(
-    q, k, v, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None
+    q, k, v, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None, window=None
 ):
-    """What `flash_attention` computes, with all scores in memory. The same arguments."""
+    """What `flash_attention` computes, with all scores in memory. Arguments as there."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     n_queries, n_keys = q.shape[2], k.shape[2]
     i = torch.arange(n_keys - n_queries, n_keys, device=q.device)[:, None]  # (Tq, 1)
@@ -728,6 +748,8 @@ def reference_attention(
         s = s - alibi_slopes[:, None, None].to(s.dtype) * (i - j).abs()
 
     visible = j <= i if causal else torch.ones_like(j <= i)  # (Tq, Tk)
+    if window is not None:
+        visible = visible & (i - j <= window)
     if sequence_ids is not None:
         document = F.pad((sequence_ids[:, 1:] != sequence_ids[:, :-1]).cumsum(1), (1, 0))  # (B, Tk)
         same_document = document[:, n_keys - n_queries :, None] == document[:, None, :]
@@ -750,6 +772,7 @@ def compare(
     alibi=True,
     documents=False,
     causal=True,
+    window=None,
 ):
     """The largest errors of out, dq, dk, dv against float64, relative to the largest exact one."""
     torch.manual_seed(0)
@@ -762,10 +785,11 @@ def compare(
         ids = torch.arange(n_keys, device=device).expand(B, -1) // (n_keys // 3 + 1)
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = flash_attention(*leaves, alibi_slopes=slopes, causal=causal, sequence_ids=ids)
+    rule = {"causal": causal, "sequence_ids": ids, "window": window}
+    out = flash_attention(*leaves, alibi_slopes=slopes, **rule)
     ours = [out, *torch.autograd.grad(out, leaves, do)]
     exact_leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact_out = reference_attention(*exact_leaves, slopes, causal, None, ids)
+    exact_out = reference_attention(*exact_leaves, slopes, **rule)
     exact = [exact_out, *torch.autograd.grad(exact_out, exact_leaves, do.double())]
     return [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, exact, strict=True)]
 
@@ -778,6 +802,7 @@ def demonstrate(device) -> None:
         {"alibi": False},
         {"causal": False},
         {"documents": True},
+        {"window": 20},
         {"D": 96},
         {"D": 128, "Hkv": 2},
     ]

@@ -37,6 +37,70 @@ MOST_GRAPHS = 64  # the one that was used least recently goes
 FEWEST_COLUMNS = 256
 
 
+class VisibleKeys:
+    """The keys first <= j < last of n_keys that one query sees; its own key is the last of them.
+
+    first, last: (B,) int64 on the device. So shapes and the host's part do not depend on where a
+    text begins and ends, and one captured CUDA graph serves many steps. What the kernels read is
+    computed once, for all layers.
+    """
+
+    def __init__(self, first, last, n_keys: int):
+        self.first = first
+        self.last = last
+        self.n_keys = n_keys
+        self.shared_bounds = None
+        self.shared_bias = None
+
+    def attention(self, q, k, v, impl, rule):
+        """One query, q (B, H, 1, D), and all k and v, (B, Hkv, n_keys, D). rule: a `ScoreRule`."""
+        if takes_kernel(impl, q.device, q.dtype, q.shape[-1]):
+            from gpu_kernels.flash_attention import forward_operator
+
+            bounds = self.bounds(rule.window)
+            return forward_operator(q, k, v, rule.slopes, bounds, True, rule.scale)[0]
+        return attention.grouped_attention(q, k, v, self.bias(rule, q.dtype), rule.scale)
+
+    def within(self, window: int | None):
+        """The first key that is seen within a sliding window, (B,)."""
+        return self.first if window is None else self.first.maximum(self.last - 1 - window)
+
+    def bounds(self, window):
+        """As flash_attention.document_bounds, (B, 2, n_keys) int32, for the last position alone.
+
+        The kernel takes the query to stand there. It skips blocks of keys that are not visible.
+        ALiBi's distances are then too large, by the same number for all keys of a row, which
+        changes no softmax.
+        """
+        if self.shared_bounds is None:
+            shape = len(self.first), 2, self.n_keys
+            self.shared_bounds = self.first.new_empty(shape, dtype=torch.int32)
+            self.shared_bounds[:, :, -1] = torch.stack([self.within(window), self.last], dim=1)
+        return self.shared_bounds
+
+    def bias(self, rule, dtype):
+        """What is added to the scores, (B, H or 1, 1, n_keys)."""
+        if self.shared_bias is None:
+            j = torch.arange(self.n_keys, device=self.first.device)
+            distance = self.last[:, None] - 1 - j  # (B, n_keys)
+            hidden = (distance < 0) | (j < self.within(rule.window)[:, None])
+            if rule.slopes is None:
+                bias = torch.zeros(hidden.shape, device=hidden.device)[:, None, None]
+            else:
+                bias = -rule.slopes[:, None, None] * distance[:, None, None]
+            self.shared_bias = bias.masked_fill(hidden[:, None, None], -math.inf).to(dtype)
+        return self.shared_bias
+
+
+def takes_kernel(impl, device, dtype, head_dim) -> bool:
+    """Whether a captured step takes this project's kernel, and not SDPA with a mask.
+
+    `auto` takes it with and without ALiBi: a mask would make SDPA read all of the cache.
+    """
+    way = attention.choose(impl, device, dtype, head_dim, alibi=True, one_query=True)
+    return way == "triton"
+
+
 @dataclass
 class StepCache(KVCache):
     """The cache of a step of one token a row, whose place is known on the device alone.
@@ -49,9 +113,7 @@ class StepCache(KVCache):
 
     def __post_init__(self):
         self.pad = torch.minimum(self.pad, self.end)  # a row that is left over begins at the end
-        self.window = attention.Window(
-            self.pad, (self.end + 1).expand_as(self.pad), self.k.shape[3]
-        )
+        self.visible = VisibleKeys(self.pad, (self.end + 1).expand_as(self.pad), self.k.shape[3])
 
     def positions(self, n_tokens):
         return (self.end - self.pad)[:, None]
@@ -67,16 +129,18 @@ class StepCache(KVCache):
 
 
 def suits(decoder) -> bool:
-    """Whether steps of this decoder are captured: on a GPU, for attention that takes a `Window`.
+    """Whether steps of this decoder are captured: on a GPU, if attention takes `VisibleKeys`.
 
     With ALiBi in 16 bits only the kernel does: SDPA would round the bias to 16 bits.
     """
     cfg, dtype = decoder.cfg, decoder.cache_dtype
     if decoder.device.type != "cuda" or attention.function_of(cfg.attn_impl) != "auto":
         return False
+    if cfg.attn_logit_softcapping is not None:
+        return False
     if not cfg.alibi or dtype.itemsize > 2:
         return True
-    return attention.one_query_kernel(cfg.attn_impl, decoder.device, dtype, cfg.head_dim)
+    return takes_kernel(cfg.attn_impl, decoder.device, dtype, cfg.head_dim)
 
 
 class StepGraphs:
