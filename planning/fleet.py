@@ -161,7 +161,7 @@ class FleetArgs:
     network: Float[1e-3, 10**6] = 0.0  # GB/s of a node, each way (0: the machine's, or the usual)
     bandwidth: Float[1e-3, 10**6] = 0.0  # GB/s of a device's memory (0: the datasheet's)
     memory_gb: Float[1e-3, 10**6] = 0.0  # GiB of a device (0: the datasheet's)
-    attention_efficiency: Float[1e-3, 1] = 0.0  # of attention: 0.35 is 35 % of the peak (0: 2023.s)
+    attention_efficiency: Float[1e-3, 1] = 0.0  # of the peak: 0.35 is 35 % (0: as in 2023)
 
     def check(self) -> None:
         """UserError if the machine is unknown."""
