@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-import types
 from typing import get_args, get_type_hints
 
 import pytest
@@ -18,7 +17,6 @@ import plan
 import program
 import serve
 from config import (
-    RANGES,
     SHARDING_MODES,
     MPTConfig,
     Sharding,
@@ -29,7 +27,6 @@ from config import (
     to_json,
 )
 from evaluation import zero_shot
-from program import alternatives
 from text import mds
 from weights import hf
 
@@ -301,27 +298,34 @@ def test_values_that_do_not_go_together():
         assert message in error(*flags.split(" ")), flags
 
 
-NUMBERS = {
-    name: hint
-    for c in (MPTConfig, TrainConfig)
-    for name, hint in get_type_hints(c).items()
-    if set(alternatives(hint)) & {int, float}
-}
-
-
 def test_a_number_is_finite_and_in_its_range():
-    """In flags and in saved settings. One that a forker adds needs none, but must be finite."""
-    for name in NUMBERS:
-        low, high = RANGES[name]
-        for value in (low, high):
-            check_ranges(types.SimpleNamespace(**{name: value}))
-        cls = MPTConfig if name in get_type_hints(MPTConfig) else TrainConfig
-        refused = f"{name} must be from ", f"{name} in "
-        for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high):
-            assert error(f"--{name}={value}").startswith(refused), (name, value)
-            assert refusal(from_dict, cls, {name: value}).startswith(refused), (name, value)
-    check_ranges(types.SimpleNamespace(dropout_of_layers=-1e9))
-    assert "not nan" in refusal(check_ranges, types.SimpleNamespace(dropout_of_layers=math.nan))
+    """In flags and in saved settings, of every number."""
+    for cls in (MPTConfig, TrainConfig):
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            if not {int, float} & set(config.members_of(get_type_hints(cls)[name])):
+                continue
+            low, high = config.range_of(hint)
+            assert high < sys.float_info.max, f"{name} has no range"
+            for value in (low, high):
+                check_ranges(dataclasses.replace(cls(), **{name: value}))
+            refused = f"{name} must be from ", f"{name} in "
+            for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high):
+                assert error(f"--{name}={value}").startswith(refused), (name, value)
+                assert refusal(from_dict, cls, {name: value}).startswith(refused), (name, value)
+
+
+def test_a_setting_of_a_fork_needs_no_range():
+    """But it must be finite. A default may lie outside of its range."""
+
+    @dataclasses.dataclass
+    class Forked:
+        dropout_of_layers: float = 0.0
+        heads: config.Int[1, 8] | None = 0
+
+    assert load(["--dropout_of_layers=-1e9"], Forked) == [Forked(-1e9)]
+    assert load(["--heads=0"], Forked) == [Forked()]
+    assert "expected a number" in refusal(load, ["--dropout_of_layers=nan"], Forked)
+    assert refusal(load, ["--heads=9"], Forked) == "heads must be from 1 to 8, not 9"
 
 
 def test_what_is_saved_is_checked_as_well():
@@ -405,7 +409,7 @@ def test_an_address_is_refused_where_a_path_belongs(write):
     for cls in (TrainConfig, generate.GenerateSettings, serve.ServeSettings, plan.PlanArgs):
         for field in dataclasses.fields(cls):
             is_text = field.type in (str, list[str], "str", "list[str]")
-            if is_text and field.name not in (*program.PROSE, *program.ADDRESSES):
+            if is_text and field.name not in (*config.PROSE, *config.ADDRESSES):
                 for address in ("s3://bucket/x", "a.txt,gs://bucket/x", "https://host/x"):
                     message = refusal(load, [f"--{field.name}={address}"], cls)
                     assert f"{field.name} has '{address}'" in message

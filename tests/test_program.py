@@ -238,10 +238,10 @@ def test_a_rank_knows_its_place_or_names_the_variable(monkeypatch, variables, ex
     """(global rank, global size, local rank, local size); words: those of the error."""
     monkeypatch.setattr(os, "environ", environment(variables))
     if isinstance(expected, tuple):
-        assert program.place() == expected and program.rank() == expected[0]
+        assert program.read_launcher() == expected and program.rank() == expected[0]
         return
     with pytest.raises(program.UserError) as raised:
-        program.place()
+        program.read_launcher()
     assert expected in str(raised.value) and "start with" in str(raised.value)
     assert program.rank() == 0  # and prints it
 
@@ -251,7 +251,7 @@ def test_a_program_without_ranks_is_none_and_starts_none(monkeypatch, capsys):
     seen = []
 
     def main(argv):
-        seen.append((program.place(), [name for name in os.environ if "RANK" in name]))
+        seen.append((program.read_launcher(), [name for name in os.environ if "RANK" in name]))
         raise program.UserError("a mistake")
 
     monkeypatch.setattr(os, "environ", environment(f"RANK=1 WORLD_SIZE=2 LOCAL_RANK=x {STEP}"))
