@@ -91,8 +91,8 @@ def width(precision: str) -> int:
 
 
 def norm_width(m: MPTConfig, precision: str) -> int:
-    """Bytes of a number in a norm's input and output: `layernorm` computes in fp32."""
-    return 4 if m.norm_type == "layernorm" else width(precision)
+    """Bytes of a number in a norm's input and output: `layernorm` and `rmsnorm` compute in fp32."""
+    return width(precision) if m.norm_type.startswith("low_precision") else 4
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,6 +134,7 @@ def adapter_ends(m: MPTConfig, tp: int = 1) -> dict[str, tuple[int, int]]:
     return {
         "Wqkv": (d, part.q + 2 * part.kv),
         "out_proj": (part.q, d),
+        "gate_proj": (d, part.hidden),
         "up_proj": (d, part.hidden),
         "down_proj": (part.hidden, d),
     }
@@ -161,7 +162,16 @@ def saved_by_block(
     norm_input = norm_width(m, precision) * d // parts_of_tokens
     qkv_copies = 2 if m.clip_qkv else 1  # q, k, v are views of Wqkv's output; clamp makes a copy
     repeats_kv = part.kv < part.q and m.attn_impl != "triton" and not m.alibi
+    # A norm keeps the mean and 1/std of what it norms, RMSNorm 1/rms alone, in fp32.
+    statistics = 4 if m.norm_type.endswith("rmsnorm") else 8
     normed = 0  # q and k, and what their norms keep
+    if m.qk_gn:
+        whole = 4 if norm_width(m, precision) > w else 0
+        heads = part.heads + part.kv // m.head_dim
+        normed = part.q * (whole + w) + part.kv * (whole + (0 if repeats_kv else w))
+        normed += statistics * heads
+        if repeats_kv and whole:
+            qkv_copies -= 1
     if m.qk_ln:
         # A norm keeps its input, which is Wqkv's output, unless that is cast to fp32. A norm over
         # several tensor ranks keeps its input less the mean, and that times 1/std, in fp32.
@@ -180,10 +190,11 @@ def saved_by_block(
         "attention's output": w * part.q,  # also out_proj's input
         "logsumexp": 4 * part.heads,
         "norm_2's input": norm_input,
-        "up_proj's input": w * d,
-        "GELU's input": w * part.hidden,
+        "up_proj's input": w * d,  # and gate_proj's
+        "activation's input": 0 if m.ffn_act_fn == "relu" else w * part.hidden,
+        "gate and up": 2 * w * part.hidden if m.ffn_type == "mptglu" else 0,  # the two factors
         "down_proj's input": w * part.hidden,
-        "norms' mean, 1/std": 16 // parts_of_tokens,
+        "norms' mean, 1/std": 2 * statistics // parts_of_tokens,
     }
 
 
@@ -198,13 +209,15 @@ def saved_beside_adapters(
     """
     in_attention = input_has_gradient or "Wqkv" in adapted
     after_attention = in_attention or "out_proj" in adapted
+    in_ffn = after_attention or "up_proj" in adapted or "gate_proj" in adapted
     needed = {
         "norm_1's input": input_has_gradient,
         "Wqkv's input": "Wqkv" in adapted,
         "attention's output": after_attention,
         "norm_2's input": after_attention,
-        "up_proj's input": "up_proj" in adapted,
-        "GELU's input": after_attention or "up_proj" in adapted,
+        "up_proj's input": "up_proj" in adapted or "gate_proj" in adapted,
+        "activation's input": in_ffn,
+        "gate and up": in_ffn,
         "down_proj's input": "down_proj" in adapted,
         "norms' mean, 1/std": (input_has_gradient + after_attention) / 2,  # of two norms
     }
@@ -314,12 +327,19 @@ class Rank:
         m, cfg, part, d = self.m, self.cfg, self.part, self.m.d_model
         has_bias = 0 if m.no_bias else 1
         columns = part.q + 2 * part.kv + part.hidden  # of Wqkv, up_proj
+        if m.ffn_type == "mptglu":
+            columns += part.hidden  # of gate_proj
         rows = part.q + part.hidden  # of out_proj, down_proj, whose biases are whole on every rank
-        norms = 2 * d + (part.q + part.kv if m.qk_ln else 0)
+        norms = 2 * d
+        if m.qk_ln:
+            norms += part.q + part.kv
+        if m.qk_gn:
+            norms += 2 * m.head_dim
+        norm_biases = 0 if m.norm_type.endswith("rmsnorm") else has_bias
         block = {
             "matrices": (columns + rows) * d,
             "norms": norms,
-            "norms' biases": norms * has_bias,
+            "norms' biases": norms * norm_biases,
             "biases": (columns + 2 * d) * has_bias,
         }
         # The first stage has the embeddings, the last norm_f and its own copy of a tied embedding.
@@ -330,7 +350,7 @@ class Rank:
         outside = {
             "matrices": first * self.is_first + self.n_embedding * has_head,
             "norms": norm_f,
-            "norms' biases": norm_f * has_bias,
+            "norms' biases": norm_f * norm_biases,
         }
         self.n_block, self.n_outside = sum(block.values()), sum(outside.values())
 

@@ -204,10 +204,11 @@ class StepTime:
         d = self.m.d_model
         part = memory.widths(self.m, self.cfg.tp)
         again = self.matmuls_again
+        n_up = 2 if self.m.ffn_type == "mptglu" else 1  # up_proj, gate_proj
         layers = [
             (d, part.q + 2 * part.kv, self.layers, again),
             (part.q, d, self.layers, again),
-            (d, part.hidden, self.layers, again),
+            (d, part.hidden, n_up * self.layers, again),
             (part.hidden, d, self.layers, again * self.c.repeats_all),
         ]
         return [*layers, (d, part.vocab, 1, 0.0)] if self.is_last else layers
@@ -216,7 +217,8 @@ class StepTime:
         """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
         m, device = self.m, self.fleet.device
         forwards = self.layers + (2.5 + self.matmuls_again) * self.backward_layers
-        work = 2 * m.max_seq_len * m.d_model * forwards * self.tokens / self.cfg.tp
+        keys = m.keys_seen if m.window is None else 2 * m.keys_seen  # no half of a window is hidden
+        work = 2 * min(keys, m.max_seq_len) * m.d_model * forwards * self.tokens / self.cfg.tp
         share = device.attention or attention_share(device, self.c)
         return work / (device.bf16_tflops * 1e12 * share) * self.c.pace
 
@@ -250,12 +252,10 @@ class StepTime:
         activations that a block keeps.
         """
         m = self.m
-        shape = 1.0
-        if m.expansion_ratio != 4 or m.kv_n_heads or m.qk_ln or m.clip_qkv:
-            usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)
-            kept = sum(memory.saved_by_block(m).values())
-            shape = kept / sum(memory.saved_by_block(usual).values())
-        return self.c.block_bytes * shape
+        usual = replace(m, expansion_ratio=4, ffn_type="mptmlp", ffn_act_fn="gelu")
+        usual = replace(usual, kv_n_heads=None, qk_ln=False, qk_gn=False, clip_qkv=None)
+        kept = sum(memory.saved_by_block(m).values())
+        return self.c.block_bytes * kept / sum(memory.saved_by_block(usual).values())
 
     def adapter_bytes(self) -> float:
         """Memory traffic of the adapters of this stage per token, as counted on real operations.

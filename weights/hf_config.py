@@ -6,10 +6,15 @@
     learned_pos_emb no_bias logit_scale
     norm_type tie_word_embeddings
     emb_pdrop resid_pdrop
+    embedding_fraction
+    final_logit_softcapping
     in attn_config: attn_pdrop clip_qkv     the same
-    qk_ln softmax_scale alibi
+    qk_ln qk_gn softmax_scale alibi
     alibi_bias_max rope rope_theta
     attn_uses_sequence_id
+    sliding_window_size
+    attn_logit_softcapping
+    in ffn_config: ffn_type ffn_act_fn      the same; ffn_act_fn is {"name": "silu"} there
     in attn_config: attn_type kv_n_heads    kv_n_heads
     attn_impl init_config torch_dtype ...   ignored: they change neither weights nor logits
     head_dim hidden_size ...                must agree with the settings above
@@ -42,12 +47,14 @@ from weights.tensor_files import nested, read_pickle
 
 MODEL_KEYS = """
     d_model n_heads n_layers expansion_ratio max_seq_len vocab_size learned_pos_emb no_bias
-    logit_scale norm_type tie_word_embeddings emb_pdrop resid_pdrop
+    logit_scale norm_type tie_word_embeddings emb_pdrop resid_pdrop embedding_fraction
+    final_logit_softcapping
 """.split()
 ATTENTION_KEYS = """
-    attn_pdrop clip_qkv qk_ln softmax_scale alibi alibi_bias_max rope rope_theta
-    attn_uses_sequence_id
+    attn_pdrop clip_qkv qk_ln qk_gn softmax_scale alibi alibi_bias_max rope rope_theta
+    attn_uses_sequence_id sliding_window_size attn_logit_softcapping
 """.split()
+FFN_KEYS = ["ffn_type", "ffn_act_fn"]
 # Read by `kv_heads` and `check_rope`.
 OTHER_ATTENTION_KEYS = "attn_type kv_n_heads rope_impl rope_dail_config rope_hf_config".split()
 
@@ -55,6 +62,7 @@ TOP = "the top level"
 HOMES = {
     **dict.fromkeys(MODEL_KEYS, TOP),
     **dict.fromkeys(ATTENTION_KEYS + OTHER_ATTENTION_KEYS, "attn_config"),
+    **dict.fromkeys(FFN_KEYS, "ffn_config"),
 }
 
 # Keys that change neither weights nor logits, or are read elsewhere in this file. The last ones are
@@ -73,17 +81,13 @@ IGNORED_KEYS = """
 # A setting that this project does not have is accepted only with one of these values, which change
 # nothing in the model. One that is not even listed here is accepted only with a value in OFF.
 DEFAULTS = {
-    "embedding_fraction": [1],
     "layer_norm_epsilon": [1e-5],
     "norm_eps": [1e-5],
-    "sliding_window_size": [-1],
     "fused_qkv": [True],
     "seq_parallel_world_size": [None, 1],
     "attn_temperature_tuning.attn_scale": [None, 0],
-    "ffn_type": ["mptmlp"],
     "fc_type": [None, "torch"],
     "fc_type.name": [None, "torch"],
-    "ffn_act_fn": [None, {"name": "gelu"}, {"name": "gelu", "approximate": "none"}],
 }
 OFF = [None, False, [], {}]
 # In these objects one setting decides. Queries are scaled by 1 + attn_scale x a function of their
@@ -105,7 +109,7 @@ RESTATED = {
 # Written out, not taken from model.py: that file may have been changed in a fork.
 WEIGHTS = re.compile(
     r"transformer\.(wte|wpe|norm_f|blocks\.\d+\.(norm_[12]|attn\.(Wqkv|out_proj|[qk]_ln)"
-    r"|ffn\.(up|down)_proj))\.(weight|bias)|lm_head\.weight"
+    r"|ffn\.(up|gate|down)_proj))\.(weight|bias)|lm_head\.weight"
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     values = {"no_bias": True, "alibi": True} if is_of_transformers(settings) else {}
     values |= values_of(settings, TOP, source)
     values |= values_of(attention, "attn_config", source)
-    values |= values_of(ffn, "ffn_config", source)
+    values |= values_of({**ffn, **activation_of(ffn, source)}, "ffn_config", source)
     check_rope(attention, values, source)
 
     cfg = MPTConfig(**values, kv_n_heads=kv_heads(attention, source))
@@ -211,6 +215,23 @@ def check_restated(group: dict, cfg: MPTConfig, source: str) -> None:
         )
 
 
+def activation_of(ffn: dict, source: str) -> dict:
+    """{"ffn_act_fn": our name} for LLM Foundry's {"name": "silu"} in an ffn_config; {}: as usual.
+
+    UserError for one that is computed otherwise, such as the GELU by tanh.
+    """
+    given = ffn.get("ffn_act_fn")
+    if given is None:
+        return {"ffn_act_fn": "gelu"}
+    exact_gelu = given == {"name": "gelu", "approximate": "none"}
+    if exact_gelu or (isinstance(given, dict) and list(given) == ["name"]):
+        return {"ffn_act_fn": given["name"]}
+    expected = '{"name": "gelu"}, or "silu" or "relu" there'
+    raise UserError(
+        f"{source} sets ffn_act_fn to {files.shown(given)}: only {expected}, can be read"
+    )
+
+
 def kv_heads(attention: dict, source: str) -> int | None:
     """kv_n_heads of MPTConfig (None: as many as there are query heads) for an attn_config."""
     attn_type = attention.get("attn_type", "multihead_attention")
@@ -265,11 +286,11 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
         "Hugging Face's format cannot hold it",
     )
     require(
-        norm_of(cfg.norm_type) == "layernorm",
+        norm_of(cfg.norm_type) in ("layernorm", "rmsnorm"),
         f"norm_type={cfg.norm_type} is not MPT's norm: Hugging Face's format cannot hold it",
     )
     values = asdict(cfg)
-    in_format = {*MODEL_KEYS, *ATTENTION_KEYS, "kv_n_heads", "attn_impl"}
+    in_format = {*MODEL_KEYS, *ATTENTION_KEYS, *FFN_KEYS, "kv_n_heads", "attn_impl"}
     not_in_format = [
         f"{field.name}={values[field.name]}"
         for field in fields(cfg)
@@ -295,6 +316,7 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
         "torch_dtype": str(dtype).removeprefix("torch."),
         **{name: values[name] for name in MODEL_KEYS},
         "attn_config": attention,
+        "ffn_config": {"ffn_type": cfg.ffn_type, "ffn_act_fn": {"name": cfg.ffn_act_fn}},
     }
 
 
@@ -302,14 +324,17 @@ def lost_in_transformers(cfg: MPTConfig) -> list[str]:
     """The settings that transformers' MptForCausalLM ignores or refuses, each with its value."""
     known = MPTConfig(alibi=True, no_bias=True)  # the only values that transformers knows
     names = """
-        alibi alibi_bias_max rope no_bias qk_ln logit_scale expansion_ratio attn_uses_sequence_id
-        emb_pdrop attn_pdrop resid_pdrop
+        alibi alibi_bias_max rope no_bias qk_ln qk_gn logit_scale expansion_ratio
+        attn_uses_sequence_id sliding_window_size attn_logit_softcapping final_logit_softcapping
+        ffn_type ffn_act_fn embedding_fraction emb_pdrop attn_pdrop resid_pdrop
     """.split()
     lost = [
         f"{name}={getattr(cfg, name)} (computes with {getattr(known, name)})"
         for name in names
         if getattr(cfg, name) != getattr(known, name)
     ]
+    if cfg.norm_type.endswith("rmsnorm"):
+        lost.append(f"norm_type={cfg.norm_type} (computes with layernorm)")
     if cfg.learned_positions:
         lost.append("learned_pos_emb=True (computes with False)")
     if cfg.n_kv_heads != cfg.n_heads:
