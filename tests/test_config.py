@@ -277,7 +277,7 @@ def test_a_number_is_finite_and_in_its_range():
             for value in (low, high):
                 config.check_ranges(dataclasses.replace(cls(), **{name: value}))
             refused = f"{name} must be from ", f"{name} in "
-            for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high):
+            for value in (math.nan, math.inf, low - 1, 2 * high):
                 assert error(f"--{name}={value}").startswith(refused), (name, value)
                 assert refusal(from_dict, cls, {name: value}).startswith(refused), (name, value)
 
