@@ -248,7 +248,6 @@ CONTRADICTIONS = {
     "--n_layers=0": "n_layers must be from 1 to 10,000, not 0",
     "--max_steps=100": "warmup_steps 100 must be below max_steps 100",
     "--icl_interval=5": "icl_interval needs tasks",
-    "--dataset=a --mix=b": "remove one of them",
     "--lora_rank=8": "set --init_from=runs/NAME",
     "--lora_alpha=8": "lora_alpha sets nothing without adapters",
     "--packing=False": "packing sets nothing for plain text",
@@ -414,3 +413,6 @@ def test_help_lists_every_field_with_its_default_and_comment(capsys):
         line = rf"^  --{name}={re.escape(str(default))} +{re.escape(comment)}$"
         assert re.search(line, text, re.MULTILINE), name
     assert "[one of: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, ZERO1, DDP]" in text
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    assert "\n  --machine= " in capsys.readouterr().out  # PlanArgs inherits it
