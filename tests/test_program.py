@@ -131,7 +131,7 @@ WRONG = {
     "generate.py": "usage: python ",
     "planning.calibrate": "usage: python ",
     "storage.files": "usage: python ",
-    "bench": "--help has the flags",
+    "bench": "usage: python ",
     "generate.py nowhere": "nowhere",
     "weights.hf import nowhere out": "nowhere",
     "lifecycle.runlog nowhere": "nowhere",
