@@ -46,7 +46,8 @@ def run(words, folder, read=True):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, *words_of(words[0]), *words[1:]]
-    options = {"cwd": folder, "env": rooms_on_path() | LEFT_BEHIND, "text": True}
+    env = rooms_on_path() | LEFT_BEHIND | {"PYTHONUNBUFFERED": ""}
+    options = {"cwd": folder, "env": env, "text": True}
     options |= {"stdout": subprocess.PIPE if read else writer, "stderr": subprocess.PIPE}
     done = subprocess.run(command, **options)
     os.close(writer)
@@ -81,6 +82,11 @@ def test_light_programs_help_complain_and_end_quietly(name, tmp_path):
     wrong = run([name, "--nonsense"], tmp_path)
     assert is_one_line(wrong), wrong
     assert run([name, "-h"], tmp_path, read=False) == (141, "", "")
+
+
+def test_little_output_whose_reader_is_gone_ends_quietly_too(tmp_path):
+    """It stays in the buffer until the program has ended."""
+    assert run(["config.py"], tmp_path, read=False) == (141, "", "")
 
 
 needs_dev_full = pytest.mark.skipif(
