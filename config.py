@@ -12,7 +12,8 @@ to the file:
     global_batch_size = 16 * microbatch_size * _gpus
 
 Settings are grouped by what they belong to: model, data, batch, optimizer, machine, evaluation,
-saving, lifecycle. Their names are unique over all groups, so a flag needs no prefix.
+saving, lifecycle. Their names are unique over all groups, so a flag needs no prefix. Below them
+stands the parser, which all programs use: `load` and what it calls.
 
 Run `python config.py --help` to list them all, or with config files and flags to see what they
 add up to. This file does not import torch, so it answers in 0.1 s.
@@ -23,6 +24,7 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import inspect
 import json
 import math
 import os
@@ -30,77 +32,33 @@ import re
 import runpy
 import sys
 import types
+import typing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import program
-from program import UserError, checked, require, shown, types_of
+from program import UserError, quote
 
-# Smallest and largest value of each number; whatever is outside is a typo.
-# Every number of the trainer and the planner has an entry, and every figure of a calibration.
-# A fork may add settings without one: those need only be finite.
-RANGES = {
-    name: (low, high)
-    for low, high, names in [
-        (1, 2**20, "d_model"),
-        (1, 2**16, "n_heads kv_n_heads tp pp"),
-        (1, 10**4, "n_layers recompute_every"),
-        (0, 2**16, "lora_rank"),
-        (0, 10**4, "lora_last_blocks"),
-        (1e-6, 10**6, "lora_alpha"),
-        (1, 2**24, "max_seq_len vocab_size"),
-        (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is near the smallest fp32 number
-        (1e-9, 10**6, "softmax_scale logit_scale"),
-        (0, 0.99, "emb_pdrop attn_pdrop resid_pdrop lora_dropout"),
-        (0, 10**18, "seed"),
-        (1e-9, 0.5, "val_fraction"),
-        (1, 10**6, "global_batch_size microbatch_size keep_last max_bad_steps"),
-        (1, 10**15, "max_steps eval_tokens rope_theta"),
-        (0, 10**15, "max_tokens warmup_steps eval_interval save_interval keep_every"),
-        (0, 10**15, "icl_interval icl_limit"),
-        (1e-12, 1000, "lr"),
-        (0, 1, "alpha_f decoupled_weight_decay z_loss"),
-        (0, 0.999999, "beta1 beta2"),
-        (1e-30, 1, "adam_eps"),  # 0 would divide by 0 where the gradient is 0
-        (0, 10**6, "clip_qkv grad_clip save_minutes shard_size"),
-        (1e-3, 10**6, "timeout_minutes peak_tflops"),
-        # Planning.
-        (1, 10**6, "devices ranks nodes"),
-        (1, 10**4, "node_size"),
-        (1e-3, 10**6, "network bandwidth memory_gb"),  # GB/s, GB/s, GiB
-        (1e-3, 1, "attention_efficiency attention"),
-        (1, 10**18, "tokens"),
-        (1e-9, 10**9, "price"),
-        (1e-3, 10**6, "watts"),
-        (1e-6, 3650, "budget"),  # days
-        (1e-6, 10**15, "tokens_per_second"),
-        (1, 10**15, "n_params"),
-        (1, 2**20, "head_dim"),
-        (1, 10**9, "batch"),
-        (0, 2**24, "context window document"),
-        (1e-6, 10**9, "matmul_tflops memory_gbs collectives_gbs latency_us"),
-        # Evaluation.
-        (0, 10**9, "shots limit"),
-        (1, 10**9, "n length batch_tokens"),
-        (2, 10**6, "choices"),
-        # Benchmarks.
-        (1, 10**6, "rounds turns steps grad_accum texts streams new_tokens"),
-        (1, 10**4, "threads"),
-        (1e-6, 10**4, "seconds minutes"),
-    ]
-    for name in names.split()
-}
 
-# The chunks of loss.py, of which planning/memory.py counts the bytes.
-CHUNK_BYTES = 64 * 2**20  # of a chunk's fp32 logits: 256 rows at V = 50368
-GPU_ROWS = 4096  # of a chunk, at least: products of fewer rows leave parts of a GPU idle
-COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
+class Int:
+    """`Int[1, 10]`, as the type of a setting: a whole number from 1 to 10.
+
+    A default may lie outside: 0 often stands for "not set".
+    """
+
+    def __class_getitem__(cls, limits):
+        return Annotated[(int, *limits)]
+
+
+class Float:
+    """`Float[0, 0.5]`: a number from 0 to 0.5."""
+
+    def __class_getitem__(cls, limits):
+        return Annotated[(float, *limits)]
+
 
 # --------------------------------------------------------------------------------------------------
 # The model
-
-# The linear layers of a block, in the order in which it computes them.
-LINEAR_LAYERS = ["Wqkv", "out_proj", "up_proj", "down_proj"]
 
 Norm = Literal["low_precision_layernorm", "layernorm"]  # computed in bf16, or in fp32
 AttentionImpl = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"]
@@ -111,33 +69,34 @@ class MPTConfig:
     """The model: everything that decides its weights and logits. Names and defaults are MPT's."""
 
     # --- model: sizes
-    d_model: int = 2048  # width of the residual stream
-    n_heads: int = 16  # attention heads (queries)
-    n_layers: int = 24  # transformer blocks
-    expansion_ratio: float = 4  # hidden width of the feed-forward / d_model
-    max_seq_len: int = 2048  # tokens of one training sequence
-    vocab_size: int = 50368  # rows of the embedding; at least the tokenizer's entries
+    d_model: Int[1, 2**20] = 2048  # width of the residual stream
+    n_heads: Int[1, 2**16] = 16  # attention heads (queries)
+    n_layers: Int[1, 10**4] = 24  # transformer blocks
+    expansion_ratio: Float[1e-3, 128] = 4  # hidden width of the feed-forward / d_model
+    max_seq_len: Int[1, 2**24] = 2048  # tokens of one training sequence
+    vocab_size: Int[1, 2**24] = 50368  # rows of the embedding; at least the tokenizer's entries
     no_bias: bool = False  # True: no bias anywhere, not in the norms either
     # --- model: positions
     learned_pos_emb: bool = True  # a learned vector per position (ALiBi and RoPE turn it off)
     alibi: bool = False  # attention with linear biases
-    alibi_bias_max: float = 8  # slope of head i = 1..n_heads: 2^(-i * alibi_bias_max / n_heads)
+    # 2^-128 is near the smallest number of fp32.
+    alibi_bias_max: Float[1e-3, 128] = 8  # slope of head i = 1..n_heads: 2^(-i * this / n_heads)
     rope: bool = False  # rotary positions: rotate q and k by angles that grow with the position
-    rope_theta: float = 10000.0  # RoPE: base of the wavelengths; the longest is about 2 pi * this
+    rope_theta: Float[1, 10**15] = 10000.0  # RoPE: the longest wavelength is about 2 pi * this
     # --- model: attention
-    kv_n_heads: int | None = None  # key/value heads: None = n_heads, 1 = multi-query, else grouped
+    kv_n_heads: Int[1, 2**16] | None = None  # key/value heads (None = n_heads, 1 = multi-query)
     attn_uses_sequence_id: bool = False  # documents packed into one row do not see each other
-    clip_qkv: float | None = None  # clamp the output of Wqkv to +-clip_qkv (0 or None: do not)
+    clip_qkv: Float[0, 10**6] | None = None  # clamp the output of Wqkv to +-this (0 or None: no)
     qk_ln: bool = False  # LayerNorm over all of q and all of k
-    softmax_scale: float | None = None  # None = 1 / sqrt(head_dim)
+    softmax_scale: Float[1e-9, 10**6] | None = None  # None = 1 / sqrt(head_dim)
     attn_impl: AttentionImpl = "auto"  # see attention.py
     # --- model: norm, dropout and output
     norm_type: Norm = "low_precision_layernorm"  # norm in bf16, or in fp32
-    emb_pdrop: float = 0.0  # dropout after the embedding
-    attn_pdrop: float = 0.0  # dropout on the attention probabilities
-    resid_pdrop: float = 0.0  # dropout after attention and after the feed-forward
+    emb_pdrop: Float[0, 0.99] = 0.0  # dropout after the embedding
+    attn_pdrop: Float[0, 0.99] = 0.0  # dropout on the attention probabilities
+    resid_pdrop: Float[0, 0.99] = 0.0  # dropout after attention and after the feed-forward
     tie_word_embeddings: bool = True  # the output layer is the embedding, transposed
-    logit_scale: float | Literal["inv_sqrt_d_model"] | None = None  # multiply the logits by this
+    logit_scale: Float[1e-9, 10**6] | Literal["inv_sqrt_d_model"] | None = None  # multiplies logits
 
     @property
     def head_dim(self) -> int:
@@ -163,26 +122,27 @@ class MPTConfig:
         """Raise UserError if a setting is out of range or contradicts another."""
         check_ranges(self)
         d_model, n_heads, n_kv = self.d_model, self.n_heads, self.n_kv_heads
-        require(d_model % n_heads == 0, f"d_model {d_model} is not a multiple of n_heads {n_heads}")
-        require(n_heads % n_kv == 0, f"n_heads {n_heads} is not a multiple of kv_n_heads {n_kv}")
-
-        both = self.rope and self.alibi
-        require(not both, "rope and alibi both encode positions: set only one of them")
-        odd = f"rope rotates pairs of channels: head dim {self.head_dim} is odd, change n_heads"
-        require(not self.rope or self.head_dim % 2 == 0, odd)
-
-        has_dropout = self.attn_impl not in ("flex", "triton")
-        no_dropout = f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0"
-        require(has_dropout or not self.attn_pdrop, no_dropout)
-        too_wide = f"attn_impl=triton has head dims up to 128, not {self.head_dim}"
-        fits = self.attn_impl != "triton" or self.head_dim <= 128
-        require(fits, f"{too_wide}: use sdpa, or more heads")
-
-        no_width = f"expansion_ratio {self.expansion_ratio} leaves the feed-forward no hidden width"
-        require(self.hidden_dim > 0, no_width)
+        if d_model % n_heads:
+            raise UserError(f"d_model {d_model} is not a multiple of n_heads {n_heads}")
+        if n_heads % n_kv:
+            raise UserError(f"n_heads {n_heads} is not a multiple of kv_n_heads {n_kv}")
+        if self.rope and self.alibi:
+            raise UserError("rope and alibi both encode positions: set only one of them")
+        if self.rope and self.head_dim % 2:
+            odd = f"head dim {self.head_dim} is odd"
+            raise UserError(f"rope rotates pairs of channels: {odd}, change n_heads")
+        if self.attn_pdrop and self.attn_impl in ("flex", "triton"):
+            raise UserError(f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")
+        if self.head_dim > 128 and self.attn_impl == "triton":
+            fix = "use sdpa, or more heads"
+            raise UserError(f"attn_impl=triton has head dims up to 128, not {self.head_dim}: {fix}")
+        if self.hidden_dim == 0:
+            ratio = self.expansion_ratio
+            raise UserError(f"expansion_ratio {ratio} leaves the feed-forward no hidden width")
         block = sum(n_out * n_in for n_out, n_in in self.linear_layers().values())
         size = self.n_layers * block + self.vocab_size * d_model
-        require(size <= 1e13, f"the model has {size:.0e} parameters, expected at most 1e+13")
+        if size > 1e13:
+            raise UserError(f"the model has {size:.0e} parameters, expected at most 1e+13")
 
     @property
     def tensor_ranks(self) -> list[int]:
@@ -192,34 +152,40 @@ class MPTConfig:
 
     def check_tensor_ranks(self, tp: int, sequence_parallel: bool) -> None:
         """Raise UserError if the model cannot be cut for `tp` tensor ranks."""
-        name = "kv_n_heads" if self.n_heads % tp == 0 else "n_heads"
-        fix = f"tp can be {', '.join(map(str, self.tensor_ranks))}"
-        problem = f"tp {tp} does not divide {name} {getattr(self, name)}"
-        require(tp in self.tensor_ranks, f"{problem}: {fix}")
-        if not sequence_parallel:
-            return
-        require(tp > 1, "sequence_parallel needs tensor ranks: set --tp=2")
-        require(
-            self.max_seq_len % tp == 0,
-            f"sequence_parallel: tp {tp} does not divide max_seq_len {self.max_seq_len}: "
-            "change one of them, or set --sequence_parallel=False",
-        )
+        if tp not in self.tensor_ranks:
+            name = "kv_n_heads" if self.n_heads % tp == 0 else "n_heads"
+            fix = f"tp can be {', '.join(map(str, self.tensor_ranks))}"
+            raise UserError(f"tp {tp} does not divide {name} {getattr(self, name)}: {fix}")
+        if sequence_parallel and tp == 1:
+            raise UserError("sequence_parallel needs tensor ranks: set --tp=2")
+        if sequence_parallel and self.max_seq_len % tp:
+            raise UserError(
+                f"sequence_parallel: tp {tp} does not divide max_seq_len {self.max_seq_len}: "
+                "change one of them, or set --sequence_parallel=False"
+            )
 
     def check_stages(self, pp: int) -> None:
         """Raise UserError if there are not enough layers for `pp` pipeline stages."""
         layers = self.n_layers
-        require(pp <= layers, f"pp {pp} is more than n_layers {layers}: set --pp={layers}")
+        if pp > layers:
+            raise UserError(f"pp {pp} is more than n_layers {layers}: set --pp={layers}")
 
     def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """The linear layers of a block: name -> (features out, features in)."""
+        """The linear layers of a block, in its order: name -> (features out, features in)."""
         d_model, hidden = self.d_model, self.hidden_dim
-        qkv = d_model + 2 * self.n_kv_heads * self.head_dim
-        shapes = [(qkv, d_model), (d_model, d_model), (hidden, d_model), (d_model, hidden)]
-        return dict(zip(LINEAR_LAYERS, shapes, strict=True))
+        return {
+            "Wqkv": (d_model + 2 * self.n_kv_heads * self.head_dim, d_model),
+            "out_proj": (d_model, d_model),
+            "up_proj": (hidden, d_model),
+            "down_proj": (d_model, hidden),
+        }
 
     def adapted_blocks(self, last_blocks: int) -> range:
         """The blocks that get adapters: the last ones, or all (0)."""
         return range(self.n_layers - last_blocks if last_blocks else 0, self.n_layers)
+
+
+LINEAR_LAYERS = list(MPTConfig().linear_layers())  # in the order in which a block computes them
 
 
 def stage_sizes(n_layers: int, stages: int) -> list[int]:
@@ -247,9 +213,9 @@ def blocks_of(n_layers: int, stage: int, stages: int) -> range:
 
 @dataclass(frozen=True)
 class ShardingMode:
-    """What a mode shards, and when.
+    """What a mode shards, and when: the columns of the table in parallel.py, which carries it out.
 
-    parallel.py carries it out; planning/ counts its bytes and seconds.
+    planning/ counts its bytes and seconds.
     """
 
     over: Literal["all", "group", "none"]  # data-parallel ranks that share one copy of the weights
@@ -265,7 +231,7 @@ SHARDING_MODES = {
     "DDP": ShardingMode(over="none", frees_weights=False, reduces_late=True),
 }
 
-Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"]
+Sharding = Literal[tuple(SHARDING_MODES)]
 Checkpointing = Literal["none", "selective", "full"]  # of activations: see parallel.py
 Schedule = Literal["cosine", "constant", "inv_sqrt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -284,14 +250,14 @@ class TrainConfig:
 
     # --- model: what its weights start from
     init_from: str = ""  # a Hugging Face folder, a Composer .pt, a run, a checkpoint; empty = none
-    seed: int = 1337  # of the initial weights, the data order and dropout
+    seed: Int[0, 10**18] = 1337  # of the initial weights, the data order and dropout
     # --- finetuning: adapters on a model whose weights stay as they are; see lora.py
-    lora_rank: int = 0  # rank of each update (0 = no adapters: train all weights)
-    lora_alpha: float = 16.0  # the update is multiplied by alpha / rank
+    lora_rank: Int[0, 2**16] = 0  # rank of each update (0 = no adapters: train all weights)
+    lora_alpha: Float[1e-6, 10**6] = 16.0  # the update is multiplied by alpha / rank
     rslora: bool = False  # multiply it by alpha / sqrt(rank)
-    lora_dropout: float = 0.0  # dropout on the input of each adapter
+    lora_dropout: Float[0, 0.99] = 0.0  # dropout on the input of each adapter
     lora_targets: str = "all"  # layers that get one: Wqkv,out_proj,up_proj,down_proj
-    lora_last_blocks: int = 0  # give adapters to the last n blocks only (0 = all blocks)
+    lora_last_blocks: Int[0, 10**4] = 0  # give adapters to the last n blocks only (0 = all blocks)
     lora_train: str = ""  # train these, too: norms, biases, or norms,biases
     # --- data: one data set, or a mixture, --mix='NAME SHARE DATASET' for each source
     dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet, MDS), of the Hub: allenai/c4:en
@@ -299,8 +265,8 @@ class TrainConfig:
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # the prepared tokens: a folder, s3://..., or empty = data/DATASET-TOKENIZER
     data_cache: str = ""  # data_dir in a store (s3://...): each node's copy; empty = in TMPDIR
-    max_tokens: int = 0  # prepare at most this many training tokens (0 = all), of each source
-    val_fraction: float = 0.005  # share of the documents kept for validation
+    max_tokens: Int[0, 10**15] = 0  # training tokens to prepare of each source, at most (0 = all)
+    val_fraction: Float[1e-9, 0.5] = 0.005  # share of the documents kept for validation
     # --- data: prompts and responses; see text/chat.py
     data_format: Literal["text", "chat"] = "text"  # chat: prompts and responses, in .jsonl lines
     chat_template: str = ""  # of messages: a tokenizer's folder or a file; empty = ChatML
@@ -308,81 +274,84 @@ class TrainConfig:
     target_responses: Literal["last", "all"] = "last"  # of a conversation: learn its last, or all
     packing: bool = True  # several examples in a row; needs attn_uses_sequence_id
     # --- batch: global = microbatch x data-parallel ranks x accumulation steps
-    global_batch_size: int = 256  # sequences per optimizer step, over all ranks
-    microbatch_size: int | Literal["auto"] = 8  # sequences per forward of a rank (auto: what fits)
-    max_steps: int = 4800  # optimizer steps
+    global_batch_size: Int[1, 10**6] = 256  # sequences per optimizer step, over all ranks
+    microbatch_size: Int[1, 10**6] | Literal["auto"] = 8  # sequences per forward (auto: what fits)
+    max_steps: Int[1, 10**15] = 4800  # optimizer steps
     # --- optimizer
-    lr: float = 6e-4  # peak learning rate
+    lr: Float[1e-12, 1000] = 6e-4  # peak learning rate
     schedule: Schedule = "cosine"  # after the warmup
-    warmup_steps: int = 100  # steps of linear warmup
-    alpha_f: float = 0.1  # cosine ends at alpha_f * lr
+    warmup_steps: Int[0, 10**15] = 100  # steps of linear warmup
+    alpha_f: Float[0, 1] = 0.1  # cosine ends at alpha_f * lr
     lr_one_step_late: bool = False  # schedule as in Composer: step k uses the factor of step k-1
-    beta1: float = 0.9  # Adam: decay of the mean of the gradient
-    beta2: float = 0.95  # Adam: decay of the mean of its square
-    adam_eps: float = 1e-8  # Adam: added to the denominator
-    decoupled_weight_decay: float = 0.0  # p *= 1 - (lr_t / lr) * this; not PyTorch's weight_decay
-    grad_clip: float = 1.0  # clip the global gradient norm to this (0 = never)
-    z_loss: float = 0.0  # weight of the squared logsumexp of the logits in the loss (PaLM: 1e-4)
+    beta1: Float[0, 0.999999] = 0.9  # Adam: decay of the mean of the gradient
+    beta2: Float[0, 0.999999] = 0.95  # Adam: decay of the mean of its square
+    adam_eps: Float[1e-30, 1] = 1e-8  # Adam: added to the denominator, which may be 0
+    decoupled_weight_decay: Float[0, 1] = 0.0  # p *= 1 - this * lr_t/lr; not PyTorch's weight_decay
+    grad_clip: Float[0, 10**6] = 1.0  # clip the global gradient norm to this (0 = never)
+    z_loss: Float[0, 1] = 0.0  # weight of the squared logsumexp of the logits (PaLM: 1e-4)
     # --- machine
     device: Device = "auto"  # cuda also means ROCm
     precision: Precision = "auto"  # auto: bf16 where that is known to be fast, else fp32
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
-    tp: int = 1  # tensor parallelism: ranks over which each layer is cut; see tensor_parallel.py
+    tp: Int[1, 2**16] = 1  # tensor parallelism: ranks that share each layer; see tensor_parallel.py
     sequence_parallel: bool = False  # with tp: cut the tokens between the layers, too; less memory
-    pp: int = 1  # pipeline parallelism: stages, each with some of the layers; see pipeline.py
-    shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = a node's)
+    pp: Int[1, 2**16] = 1  # pipeline parallelism: stages, each with some layers; see pipeline.py
+    shard_size: Int[0, 10**6] = 0  # HYBRID_SHARD: ranks that share a copy of weights (0 = a node's)
     activation_checkpointing: Checkpointing = "none"  # see parallel.py
-    recompute_every: int = 1  # activation checkpointing of every k-th block
+    recompute_every: Int[1, 10**4] = 1  # activation checkpointing of every k-th block
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block; auto: on GPUs, if it works
-    peak_tflops: float | Literal["auto", "measure"] = "auto"  # of a device, for MFU; see devices.py
+    peak_tflops: Float[1e-3, 10**6] | Literal["auto", "measure"] = "auto"  # of a device, for MFU
     # --- evaluation
-    eval_interval: int = 500  # steps between validations (0 = only before step 1 and at the end)
-    eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
-    icl_interval: int = 0  # in-context learning: steps between runs of icl_tasks (0 = never)
+    eval_interval: Int[0, 10**15] = 500  # steps between validations (0 = only at start and end)
+    eval_tokens: Int[1, 10**15] = 1_000_000  # validation tokens of one evaluation, at most
+    icl_interval: Int[0, 10**15] = 0  # in-context learning: steps between icl_tasks (0 = never)
     icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see evaluation/tasks.py
-    icl_limit: int = 0  # items of each task, at most (0 = all)
+    icl_limit: Int[0, 10**15] = 0  # items of each task, at most (0 = all)
     expect: str = ""  # what a run of this file alone ends with: printed beside the result
     # --- saving
     run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
-    save_interval: int = 500  # steps between checkpoints (0 = only the last)
-    save_minutes: float = 0.0  # also save when this many minutes have passed (0 = never)
-    keep_last: int = 3  # keep this many of the newest checkpoints
-    keep_every: int = 0  # also save every this many steps, and never delete those (0 = none)
+    save_interval: Int[0, 10**15] = 500  # steps between checkpoints (0 = only the last)
+    save_minutes: Float[0, 10**6] = 0.0  # also save when this many minutes have passed (0 = never)
+    keep_last: Int[1, 10**6] = 3  # keep this many of the newest checkpoints
+    keep_every: Int[0, 10**15] = 0  # also save every this many steps, and keep those (0 = none)
     remote: str = ""  # also keep the run in a store: s3://bucket/path, gs://, az://, file:///folder
     # --- lifecycle: trackers, resuming, bad steps, hangs
     track: str = ""  # send metrics to tensorboard, wandb, mlflow, trackio; to several: wandb,mlflow
     resume: str = "auto"  # auto (continue), again (anew if finished), never (refuse), a checkpoint
     skip_steps: str = ""  # skip these steps' batches: 120:140 is steps 120 to 139 in metrics.jsonl
-    max_bad_steps: int = 10  # stop after this many steps in a row with non-finite loss or gradient
-    timeout_minutes: float = 30.0  # longest a step may take, evaluation included; then the run ends
+    max_bad_steps: Int[1, 10**6] = 10  # stop after so many non-finite losses or gradients in a row
+    timeout_minutes: Float[1e-3, 10**6] = 30.0  # longest step, with evaluation; then the run ends
 
     def check(self) -> None:
         """Raise UserError if a setting is out of range, contradicts another, or has no effect."""
         check_ranges(self)
-        require(self.run_dir.strip(), "run_dir is empty: set --run_dir=runs/NAME")
-        listed("track", self.track, TRACKERS)
-        listed("lora_train", self.lora_train, EXTRA_PARTS)
+        if not self.run_dir.strip():
+            raise UserError("run_dir is empty: set --run_dir=runs/NAME")
+        split_names("track", self.track, TRACKERS)
+        split_names("lora_train", self.lora_train, EXTRA_PARTS)
         layers_named(self.lora_targets)
         step_ranges(self.skip_steps)
 
-        steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
-        require(self.warmup_steps < self.max_steps, steps)
-        has_tasks = self.icl_tasks or not self.icl_interval
-        require(has_tasks, "icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl")
-        one_source = not self.mix or self.dataset == TrainConfig.dataset
-        require(one_source, "dataset and mix both say what to train on: remove one of them")
-        no_base = "lora_rank needs a trained model to start from: set --init_from=runs/NAME"
-        require(self.init_from or not self.lora_rank, f"{no_base}, or a Hugging Face folder")
+        warmup, steps = self.warmup_steps, self.max_steps
+        if warmup >= steps:
+            raise UserError(f"warmup_steps {warmup} must be below max_steps {steps}")
+        if self.icl_interval and not self.icl_tasks:
+            raise UserError("icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl")
+        if self.mix and self.dataset != TrainConfig.dataset:
+            raise UserError("dataset and mix both say what to train on: remove one of them")
+        if self.lora_rank and not self.init_from:
+            fix = "set --init_from=runs/NAME, or a Hugging Face folder"
+            raise UserError(f"lora_rank needs a trained model to start from: {fix}")
         if not self.lora_rank:
-            self.require_defaults(ADAPTER_SETTINGS, "without adapters: set --lora_rank=8")
+            self.refuse_changed(ADAPTER_SETTINGS, "without adapters: set --lora_rank=8")
         if self.data_format == "text":
-            self.require_defaults(CHAT_SETTINGS, "for plain text: set --data_format=chat")
+            self.refuse_changed(CHAT_SETTINGS, "for plain text: set --data_format=chat")
 
-    def require_defaults(self, names: list[str], fix: str) -> None:
+    def refuse_changed(self, names: list[str], fix: str) -> None:
         """Raise UserError if one of these settings is not as by default."""
         for name in names:
-            unchanged = getattr(self, name) == getattr(TrainConfig, name)
-            require(unchanged, f"{name} sets nothing {fix}")
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise UserError(f"{name} sets nothing {fix}")
 
     def evaluation_due(self, done: int) -> bool:
         """Is the validation loss due after `done` steps? At the end of the run it always is."""
@@ -423,21 +392,11 @@ class TrainConfig:
         return {"all": dp_size, "group": group, "none": 1}[self.sharding_mode.over]
 
 
-def listed(name: str, text: str, known) -> list[str]:
-    """The words of a setting such as "norms,biases". Raises UserError for one that is not known."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words:
-        if word not in known:
-            near = nearest(word, known)
-            hint = f"did you mean {near!r}? It can be" if near else "expected"
-            raise UserError(f"{name}: {shown(word)} is not known, {hint} {', '.join(known)}")
-    return words
-
-
 def layers_named(lora_targets: str) -> list[str]:
     """The linear layers of "Wqkv,out_proj" or "all", in a block's order. Raises UserError."""
-    chosen = listed("lora_targets", lora_targets, ["all", *LINEAR_LAYERS])
-    require(chosen, "lora_targets is empty: set --lora_targets=all")
+    chosen = split_names("lora_targets", lora_targets, ["all", *LINEAR_LAYERS])
+    if not chosen:
+        raise UserError("lora_targets is empty: set --lora_targets=all")
     return [name for name in LINEAR_LAYERS if name in chosen or "all" in chosen]
 
 
@@ -449,30 +408,28 @@ def step_ranges(text: str) -> list[range]:
     ranges = []
     for part in text.split(",") if text else []:
         ends = re.fullmatch(r"\s*(\d{1,15}):(\d{1,15})\s*", part)
-        valid = ends and 0 < int(ends[1]) < int(ends[2])
-        example = "ranges such as 120:140, which is 120 to 139"
-        require(valid, f"skip_steps takes {example}, not {shown(part)}")
+        if not ends or not 0 < int(ends[1]) < int(ends[2]):
+            example = "ranges such as 120:140, which is 120 to 139"
+            raise UserError(f"skip_steps takes {example}, not {quote(part)}")
         ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
     return ranges
 
 
-def check_ranges(settings) -> None:
-    """Raise UserError for the first number of a dataclass outside its range. NaN always is.
+def split_names(key: str, text: str, names) -> list[str]:
+    """The words of a setting such as "norms,biases". UserError for one that is not in `names`."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in names:
+            near = nearest_name(word, names)
+            hint = f"did you mean {near!r}? It can be" if near else "expected"
+            raise UserError(f"{key}: {quote(word)} is not known, {hint} {', '.join(names)}")
+    return words
 
-    A default passes: 0 may stand for "not set".
-    """
-    for name, value in vars(settings).items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and value != getattr(type(settings), name, None):
-            check_range(name, value)
 
-
-def check_range(name: str, number: float) -> None:
-    """Raise UserError if a number is outside the range that RANGES has for this name."""
-    low, high = RANGES.get(name, (-sys.float_info.max, sys.float_info.max))
-    expected_range = f"{name} must be from {shown(low)} to {shown(high)}"
-    require(low <= number <= high, f"{expected_range}, not {shown(number)}")
-
+# The chunks of loss.py, of which planning/memory.py counts the bytes.
+CHUNK_BYTES = 64 * 2**20  # of a chunk's fp32 logits: 256 rows at V = 50368
+GPU_ROWS = 4096  # of a chunk, at least: products of fewer rows leave parts of a GPU idle
+COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
 
 # --------------------------------------------------------------------------------------------------
 # Names
@@ -505,8 +462,17 @@ REMOVED = {"data_cache_gb": "a data set in a store is copied as a whole to --dat
 # Keys that a checkpoint saves beside its settings.
 OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer", "base", "base_fingerprint"}
 
+# Texts that are no paths; of others, parts separated by commas may be paths on this machine.
+PROSE = ("prompt", "stop", "delimiter", "expect", "sbatch_args")
+ADDRESSES = ("remote", "data_dir")  # settings that take the address of a store
 
-def unknown_key(key: str, source: str, names) -> str:
+
+def rename_keys(values: dict) -> dict:
+    """Settings under today's names."""
+    return {RENAMED.get(key, key): value for key, value in values.items()}
+
+
+def explain_unknown(key: str, source: str, names) -> str:
     """The message for an unknown key, with our name for the same thing or the closest match."""
     message = f"unknown key {key!r} in {source}"
     if key == "weight_decay" and "decoupled_weight_decay" in names:
@@ -516,16 +482,16 @@ def unknown_key(key: str, source: str, names) -> str:
         return f"{message}: {REMOVED[key]}"
     if key in ("tp", "pp"):
         return f"{message}: this program does not cut a model that way"
-    near = nearest(key, names)
+    near = nearest_name(key, names)
     return f"{message}, " + (f"did you mean {near!r}?" if near else "see --help for the names")
 
 
-def nearest(word: str, known) -> str | None:
-    """The one of `known` that others call by this word, or else the one most like it."""
-    for name in known:
+def nearest_name(word: str, names) -> str | None:
+    """The one of `names` that others call by this word, or else the one most like it."""
+    for name in names:
         if word in FOREIGN_NAMES.get(name, "").split():
             return name
-    return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+    return next(iter(difflib.get_close_matches(word, names, n=1)), None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -540,36 +506,37 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     takes: what the program takes in place of config files, as in `program.arguments`: "RUN",
         "FILE OUT". Those arguments come first in the result.
 
-    Raises UserError naming the source, the key and the fix. Only the settings `program.ADDRESSES`
-    take addresses of stores.
+    Raises UserError naming the source, the key and the fix. Only the settings ADDRESSES take
+    addresses of stores.
     """
     if program.wants_help(argv):
-        program.show_help(program.settings_help(*classes, files=takes is None))
+        program.show_help(describe_settings(*classes, files=takes is None))
     hints = types_of(*classes)
-    argv = joined(argv, *classes)
+    argv = join_flags(argv, *classes)
     paths = [word for word in argv if not word.startswith("-")]
-    flags = known(values_of(argv, hints), hints, "the command line")
+    # Flags first: a word after a flag with a typo may be its value, not a file.
+    flags = check_values(parse_flags(argv, hints), hints, "the command line")
     taken = []
     if takes is not None:
         more = "[--key=value ...] (--help lists the settings)"
         taken, paths = [program.arguments(paths, takes, more)], []
 
     of_a_run = types_of(MPTConfig, TrainConfig).keys() | REMOVED  # this program may have fewer
-    sources = [known(read_file(path), hints, path, of_a_run) for path in paths]
+    sources = [check_values(read_file(path), hints, path, of_a_run) for path in paths]
     values = {}
-    for settings in filter(None, [*sources, flags]):
+    for later in filter(None, [*sources, flags]):
         values.pop("expect", None)  # of the settings before
         for name, other in (("dataset", "mix"), ("mix", "dataset")):
-            if settings.get(name):
+            if later.get(name):
                 values.pop(other, None)  # one replaces the other
-        values |= settings
+        values |= later
     for name, value in values.items():
-        if name not in (*program.PROSE, *program.ADDRESSES):
+        if name not in (*PROSE, *ADDRESSES):
             program.require_local(name, value)
-    return taken + [filled(cls, values) for cls in classes]
+    return taken + [make(cls, values) for cls in classes]
 
 
-def joined(argv: list[str], *classes: type) -> list[str]:
+def join_flags(argv: list[str], *classes: type) -> list[str]:
     """`--key value` -> `--key=value`, `--switch` -> `--switch=true`, old names -> today's.
 
     A value may begin with `-`.
@@ -582,53 +549,28 @@ def joined(argv: list[str], *classes: type) -> list[str]:
         key = RENAMED.get(key, key)
         if word.startswith("-") and key in hints:
             if not has_value:
-                is_switch = bool in program.alternatives(hints[key])
+                is_switch = bool in members_of(hints[key])
                 value = "true" if is_switch else next(rest, "--")
-                needed = f"--{key} needs a value: --{key}=... ({program.expected(hints[key])})"
-                require(not value.startswith("--"), needed)
+                if value.startswith("--"):
+                    kind = describe_type(hints[key])
+                    raise UserError(f"--{key} needs a value: --{key}=... ({kind})")
             word = f"--{key}={value}"
         words.append(word)
     return words
 
 
-def values_of(argv: list[str], hints: dict) -> dict:
-    """The value of each flag in argv, which is `joined`. One that grows has a list of texts."""
+def parse_flags(argv: list[str], hints: dict) -> dict:
+    """The value of each flag in argv, which is joined. A list gets one text of each flag."""
     values = {}
     for word in argv:
         if word.startswith("-"):
             key, _, text = word.lstrip("-").partition("=")
             hint = hints.get(key, str)
-            is_list = hint == list[str]
-            values[key] = [*values.get(key, []), text] if is_list else program.parse(text, hint)
+            if hint == list[str]:
+                values.setdefault(key, []).append(text)
+            else:
+                values[key] = parse_text(text, hint)
     return values
-
-
-def known(settings: dict, hints: dict, source: str, others=()) -> dict:
-    """The settings under today's names, checked. UserError for an unknown one.
-
-    others: names that are ignored.
-    """
-    values = {}
-    for key, value in renamed(settings).items():
-        if key in hints:
-            values[key] = checked(value, hints[key], key, source)
-        elif key not in others:
-            raise UserError(unknown_key(key, source, [*hints, *others]))
-    return values
-
-
-def filled(cls: type, values: dict):
-    """A checked instance of a dataclass, from those of `values` that are its fields."""
-    names = {field.name for field in dataclasses.fields(cls)}
-    instance = cls(**{name: value for name, value in values.items() if name in names})
-    check_ranges(instance)
-    if hasattr(instance, "check"):
-        instance.check()
-    return instance
-
-
-# --------------------------------------------------------------------------------------------------
-# Config files
 
 
 def read_file(path: str) -> dict:
@@ -639,7 +581,7 @@ def read_file(path: str) -> dict:
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or "configs"
         files = os.listdir(folder) if os.path.isdir(folder) else []
-        near = nearest(path, [os.path.join(folder, file) for file in files])
+        near = nearest_name(path, [os.path.join(folder, file) for file in files])
         hint = f", did you mean {near}?" if near else ""
         raise UserError(f"no config file {path!r} (flags are written --key=value){hint}")
     try:
@@ -669,8 +611,179 @@ def require_assignments(path: str) -> None:
     for node in statements:
         unused = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call | ast.Constant)
         if unused or (isinstance(node, ast.AnnAssign) and node.value is None):
-            line = f"{path}, line {node.lineno}: {shown(ast.unparse(node))}"
+            line = f"{path}, line {node.lineno}: {quote(ast.unparse(node))}"
             raise UserError(f"{line} sets nothing, write key = value")
+
+
+def check_values(settings: dict, hints: dict, source: str, ignored=()) -> dict:
+    """The settings under today's names, with their types. UserError for an unknown one.
+
+    ignored: names that are left out.
+    """
+    values = {}
+    for key, value in rename_keys(settings).items():
+        if key in hints:
+            values[key] = check_value(value, hints[key], key, source)
+        elif key not in ignored:
+            raise UserError(explain_unknown(key, source, [*hints, *ignored]))
+    return values
+
+
+def make(cls: type, values: dict):
+    """A checked instance of a dataclass, from those of `values` that are its fields."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    instance = cls(**{name: value for name, value in values.items() if name in names})
+    check_ranges(instance)
+    if hasattr(instance, "check"):
+        instance.check()
+    return instance
+
+
+# --------------------------------------------------------------------------------------------------
+# Values and their types
+
+NO_MATCH = object()  # what `convert` returns if nothing fits; None would be a value
+TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def types_of(*classes: type) -> dict:
+    """Field name -> type, over all these dataclasses. Without ranges."""
+    return {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+
+
+def members_of(hint) -> tuple:
+    """The members of a union type, or the one type itself."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def parse_text(text: str, hint):
+    """The text of a flag as the Python value that a config file would hold.
+
+    Text that does not fit `hint` is returned as it is; `check_value` then reports it.
+    """
+    members = members_of(hint)
+    word = ({"none": None} | TRUTHS).get(text.lower(), text)
+    if type(word) in members:
+        return word
+    return parse_number(text) if int in members or float in members else text
+
+
+def parse_number(text: str):
+    """The int or float that a text stands for, or the text itself."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def check_value(value, hint, key: str, source: str):
+    """`value` converted to the type `hint`. Raises UserError if it does not fit.
+
+    A whole float serves as an int (1e9), an int as a float, choices ignore case, and ~ is the home
+    folder.
+    """
+    for member in members_of(hint):
+        converted = convert(value, member)
+        if converted is not NO_MATCH:
+            return converted if key in PROSE else expand_home(converted)
+    raise UserError(f"{key} in {source} is {quote(value)}, expected {describe_type(hint)}")
+
+
+def convert(value, member):
+    """`value` converted to one member of a union type, or NO_MATCH. A bool is not a number."""
+    if typing.get_origin(member) is Literal:
+        choices = {choice.lower(): choice for choice in typing.get_args(member)}
+        return choices.get(str(value).lower(), NO_MATCH)
+    if member == list[str]:
+        is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        return value if is_list else NO_MATCH
+    if isinstance(value, bool):
+        return value if member is bool else NO_MATCH
+    if member is float and isinstance(value, int | float):
+        finite = abs(value) <= sys.float_info.max  # false for NaN and huge integers
+        return float(value) if finite else NO_MATCH
+    if member is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, member) else NO_MATCH
+
+
+def expand_home(value):
+    """A text, or a list of texts, with the home folder for the ~ with which a path begins.
+
+    A shell does so only at the beginning of a word, not in --run_dir=~/runs/demo.
+    """
+    if isinstance(value, list):
+        return [expand_home(text) for text in value]
+    if not isinstance(value, str):
+        return value
+    return ",".join(os.path.expanduser(path) for path in value.split(","))
+
+
+def describe_type(hint) -> str:
+    """A type in plain words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
+    words = {int: "a whole number", float: "a number", bool: "true or false"}
+    words |= {str: "text", list[str]: "text", type(None): "none"}
+    names = []
+    for member in members_of(hint):
+        names.append(words.get(member) or "one of: " + ", ".join(typing.get_args(member)))
+    return " or ".join(names)
+
+
+def check_ranges(settings) -> None:
+    """Raise UserError for the first number of a dataclass outside its range. NaN always is.
+
+    A default passes.
+    """
+    for name, hint in typing.get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        low, high = range_of(hint)
+        if is_number and not low <= value <= high and value != getattr(type(settings), name, None):
+            problem = f"{name} must be from {quote(low)} to {quote(high)}"
+            raise UserError(f"{problem}, not {quote(value)}")
+
+
+def range_of(hint) -> tuple[float, float]:
+    """The smallest and largest number of a type: (1, 10) of `Int[1, 10] | None`."""
+    for member in members_of(hint):
+        if typing.get_origin(member) is Annotated:
+            return member.__metadata__
+    return -sys.float_info.max, sys.float_info.max
+
+
+# --------------------------------------------------------------------------------------------------
+# --help
+
+
+def describe_settings(*classes: type, files: bool = True) -> str:
+    """Each setting with its default and the comment beside it in the source, under its group.
+
+    files: whether the program takes config files.
+    """
+    lines = ["settings: --key=value" + (", or key = value in a config file" if files else "")]
+    for cls in classes:
+        lines += ["", (cls.__doc__ or cls.__name__).strip().splitlines()[0]]
+        hints = types_of(cls)
+        for line in source_of(cls):
+            if heading := re.match(r"    # --- (.*)", line):
+                lines += ["", heading[1]]
+            elif (field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line)) and field[1] in hints:
+                name, comment = field.groups("")
+                flag = f"  --{name}={getattr(cls, name, '')}"  # a list has no default here
+                lines.append(f"{flag:<40} {comment}")
+                choices = describe_type(hints[name])
+                if "one of" in choices:
+                    lines.append(f"{'':<41}[{choices}]")
+    return "\n".join(lines)
+
+
+def source_of(cls: type) -> list[str]:
+    """The lines that define the fields of a dataclass, inherited ones first."""
+    parts = filter(dataclasses.is_dataclass, reversed(cls.__mro__))
+    return [line for part in parts for line in inspect.getsource(part).splitlines()]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -685,29 +798,23 @@ def to_json(*configs) -> str:
     return json.dumps(values, indent=2)
 
 
-def renamed(values: dict) -> dict:
-    """Saved settings under today's names."""
-    return {RENAMED.get(key, key): value for key, value in values.items()}
-
-
 def from_dict(cls: type, values: dict, source: str = "the saved settings"):
     """A checked instance of `cls` from saved settings. Raises UserError if a value is wrong.
 
     Keys of other classes are ignored. So are unknown ones, as a newer version or a fork may have
     saved, but rank 0 warns: the model may not be the same without them.
     """
-    values = renamed(values)
-    hints = types_of(cls)
+    values = rename_keys(values)
     usual = types_of(MPTConfig, TrainConfig, cls).keys() | OTHER_SAVED_KEYS | REMOVED.keys()
-    strange = [shown(key) for key in values if key not in usual]
+    strange = [quote(key) for key in values if key not in usual]
     if strange:
         named = ", ".join(strange[:5]) + ", ..." * (len(strange) > 5)
         ignored = f"{source} has unknown settings, which are ignored: {named}"
         program.say_once("warning", f"{ignored}. If they change the model, its results differ")
 
-    values = known(values, hints, source, others=values)
+    values = check_values(values, types_of(cls), source, ignored=values)
     try:
-        return filled(cls, values)
+        return make(cls, values)
     except UserError as error:  # a value out of range, or two that contradict each other
         raise UserError(f"{error} (in {source})") from error
 

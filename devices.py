@@ -245,7 +245,7 @@ def by_name(text: str) -> Device:
     models = [word for row in TABLE for word in row.name.lower().split() if is_model(word)]
     near = [match for word in words for match in difflib.get_close_matches(word, models, n=3)]
     guess = " or ".join(dict.fromkeys(near or models))
-    raise UserError(f"no accelerator {program.shown(text)} in devices.py, did you mean {guess}?")
+    raise UserError(f"no accelerator {program.quote(text)} in devices.py, did you mean {guess}?")
 
 
 def words_of(name: str) -> set[str]:

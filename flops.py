@@ -29,7 +29,16 @@ from typing import NamedTuple
 import config
 import devices
 import program
-from config import LINEAR_LAYERS, Checkpointing, MPTConfig, TrainConfig, blocks_of, listed
+from config import (
+    LINEAR_LAYERS,
+    Checkpointing,
+    Float,
+    Int,
+    MPTConfig,
+    TrainConfig,
+    blocks_of,
+    split_names,
+)
 from program import require
 
 # --------------------------------------------------------------------------------------------------
@@ -386,25 +395,25 @@ class FlopsArgs:
     """What to compute the utilization of."""
 
     device: str = "auto"  # mi250, ... (python devices.py lists them)
-    tokens_per_second: float = 0  # measured, of all devices together
-    devices: int = 1  # torch devices: an MI250 card is two
+    tokens_per_second: Float[1e-6, 10**15] = 0  # measured, of all devices together
+    devices: Int[1, 10**6] = 1  # torch devices: an MI250 card is two
     convention: str = "foundry"  # of the MFU in JSON: foundry, causal, 6nd, megatron, ...
     frozen: bool = False  # no weight trains; something before block 0 does
-    n_params: int | None = None  # in place of a model; n_layers, d_model, max_seq_len add attention
+    n_params: Int[1, 10**15] | None = None  # no model; n_layers, d_model, max_seq_len add attention
     json: bool = False  # print JSON
 
     def check(self) -> None:
         """UserError if the convention is unknown."""
-        listed("convention", self.convention, CONVENTIONS)
+        split_names("convention", self.convention, CONVENTIONS)
 
 
 @dataclass
 class ShapeArgs:
     """The attention of a model of which only --n_params is known; 0: not given."""
 
-    n_layers: int = 0  # L
-    d_model: int = 0  # d: the width of all heads together
-    max_seq_len: int = 0  # S
+    n_layers: Int[1, 10**4] = 0  # L
+    d_model: Int[1, 2**20] = 0  # d: the width of all heads together
+    max_seq_len: Int[1, 2**24] = 0  # S
 
     def l_d_s(self) -> int:
         """L d S; 0 if nothing is given. UserError if something is missing."""
@@ -566,7 +575,7 @@ def with_base(argv: list[str]) -> list[str]:
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
     cfg = None
-    argv = config.joined(with_base(argv), MPTConfig, TrainConfig, FlopsArgs)
+    argv = config.join_flags(with_base(argv), MPTConfig, TrainConfig, FlopsArgs)
     if "n_params" in map(flag_name, argv):
         files = [word for word in argv if not word.startswith("-")]
         require(not files, f"--n_params takes the place of a model: remove {' '.join(files)}")

@@ -38,6 +38,7 @@ import torch
 
 import config
 import processes
+from config import Int
 from program import UserError, require
 from serving.adapters import BASE, bank_for
 from serving.decoder import Decoder, pick_dtype
@@ -58,13 +59,13 @@ class GenerateSettings:
     special_tokens: bool = False  # <|im_start|> and others in prompts are not text but their ids
     adapter: list[str] = field(default_factory=list)  # of all prompts, or one of each
     interactive: bool = False  # read prompts from the terminal, line by line
-    max_new_tokens: int = 200  # per text, at most
+    max_new_tokens: Int[1, 10**7] = 200  # per text, at most
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 50  # draw from this many of the likeliest tokens (0 = no limit)
     top_p: float = 1.0  # and from the fewest of them that together have this probability
     stop: list[str] = field(default_factory=list)  # a string that ends a text and is not shown
-    seed: int = 1  # with the prompt and how often it came before, it decides the text
-    batch_size: int = 8  # texts generated together
+    seed: Int[0, 10**18] = 1  # with the prompt and how often it came before, it decides the text
+    batch_size: Int[1, 10**6] = 8  # texts generated together
     json: bool = False  # print one JSON object per text and line
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own; gpt2 if it names none)
@@ -73,9 +74,6 @@ class GenerateSettings:
     def check(self) -> None:
         """Raise UserError for values out of range, and for settings that exclude each other."""
         sampling_of(self)
-        require(self.max_new_tokens >= 1, "max_new_tokens must be 1 or more")
-        require(self.batch_size > 0, "batch_size must be 1 or more")
-        require(self.max_new_tokens <= 10**7, "max_new_tokens is at most 10,000,000")
         require(all(self.stop), "a stop string is empty")
         require(
             not (self.interactive and (self.prompt or self.prompts or self.json)),

@@ -52,11 +52,11 @@ from torch.profiler import record_function
 import config
 import processes
 import program
-from config import blocks_of
+from config import Int, blocks_of
 from launch.pool import Pool, PoolError
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
-from program import UserError, require
+from program import UserError
 
 # --------------------------------------------------------------------------------------------------
 # The schedule
@@ -361,15 +361,8 @@ NAP = 0.02  # seconds of a forward in which a stage sleeps; a backward takes twi
 class ScheduleArgs:
     """The schedule to show."""
 
-    stages: int = 4  # ranks in a row, each a process that is started here
-    microbatches: int = 8  # in a step
-
-    def check(self) -> None:
-        """UserError if a number is out of range."""
-        for name, most in {"stages": 16, "microbatches": 64}.items():
-            number = getattr(self, name)
-            problem = f"{name} is {program.shown(number)}: set --{name} to 1 to {most}"
-            require(1 <= number <= most, problem)
+    stages: Int[1, 16] = 4  # ranks in a row, each a process that is started here
+    microbatches: Int[1, 64] = 8  # in a step
 
 
 def sleep_through_a_step(pipe: Pipe, n: int, nap: float) -> float:

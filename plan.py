@@ -41,7 +41,8 @@ from program import UserError, require
 
 def main(argv: list[str]) -> None:
     """Answer the question that the config files and flags in argv ask."""
-    kinds = answer.split_kinds(config.joined(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs))
+    argv = config.join_flags(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
+    kinds = answer.split_kinds(argv)
     if len(kinds) > 1:
         return show_kinds(kinds)
     q, args = question(kinds[0][1])
@@ -97,12 +98,12 @@ def device_counts(args: PlanArgs) -> list[int]:
     """The numbers of --sweep_devices, sorted, or --devices alone. Raises UserError."""
     if not args.sweep_devices:
         return [args.devices]
-    counts = [program.parse_number(text) for text in args.sweep_devices.split(",")]
+    counts = [config.parse_number(text) for text in args.sweep_devices.split(",")]
     example = "expected whole numbers, such as 8,16,64"
-    problem = f"--sweep_devices={program.shown(args.sweep_devices)}: {example}"
+    problem = f"--sweep_devices={program.quote(args.sweep_devices)}: {example}"
     require(all(isinstance(n, int) for n in counts), problem)
     for n in counts:
-        config.check_range("devices", n)
+        config.check_ranges(replace(args, devices=n))
     return sorted(set(counts))
 
 

@@ -80,7 +80,7 @@ def start(
     timeout: of one collective, given by a program whose own watchdog acts earlier. Then that
     watchdog deals with failed collectives of NCCL, too; else NCCL ends the process.
     """
-    rank, size, local_rank, local_size = program.place()
+    rank, size, local_rank, local_size = program.read_launcher()
     join_freed_gpu_memory()
     device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
@@ -100,7 +100,7 @@ def join(backend: str, timeout: timedelta) -> None:
     If the ranks do not meet in time, this one ends with RESUME_ME and a line. Raises UserError if
     the address is missing or taken.
     """
-    rank, size, _, _ = program.place()
+    rank, size, _, _ = program.read_launcher()
     group = {"backend": backend, "rank": rank, "world_size": size, "timeout": timeout}
     if size > 1:
         from launch import rendezvous  # here, since one process alone does without
@@ -267,7 +267,7 @@ def run(main) -> None:
             traceback.print_exc()
     if status == 2:
         program.end_torchrun()  # a restart would only fail in the same way
-    os._exit(program.flushed(status))
+    os._exit(program.flush(status))
 
 
 def end_with_thread(failure) -> None:
@@ -283,7 +283,7 @@ def end_with_thread(failure) -> None:
         program.print_error(mistake, f"error on rank {program.rank()}")
     else:
         traceback.print_exception(failure.exc_value)
-    os._exit(program.flushed(getattr(mistake, "status", 2) if mistake else 1))
+    os._exit(program.flush(getattr(mistake, "status", 2) if mistake else 1))
 
 
 def report_user_error(error: BaseException) -> None:

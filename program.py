@@ -11,15 +11,12 @@
         program.run(main)      main(argv) may raise UserError or OSError
 
 `processes.run` does the same for a program of many ranks. A program with settings reads argv by
-`config.load`, which asks this file what the text of a flag means, and for --help; one without
-settings reads it by `arguments`.
+`config.load`; one without settings reads it by `arguments`.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
-import inspect
 import io
 import json
 import math
@@ -32,9 +29,6 @@ import signal
 import sys
 import threading
 import time
-import types
-import typing
-from typing import Literal
 
 # How to install what requirements.txt leaves out, such as matplotlib for pictures.
 EXTRA = "make setup-lessons (without make: pip install -r requirements-extra.txt)"
@@ -102,7 +96,7 @@ OF_SRUN = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_LOCALID")
 OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-def place() -> tuple[int, int, int, int]:
+def read_launcher() -> tuple[int, int, int, int]:
     """(global rank, global size, local rank, local size), as torchrun or srun set them.
 
     (0, 1, 0, 1) without a launcher. UserError if the variables do not fit together, or tell that
@@ -111,21 +105,22 @@ def place() -> tuple[int, int, int, int]:
     env = os.environ
     if "RANK" in env:
         names = OF_TORCHRUN
-        found = number("RANK"), number("WORLD_SIZE", 1)
-        found += number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
+        found = read_number("RANK"), read_number("WORLD_SIZE", 1)
+        found += read_number("LOCAL_RANK", 0), read_number("LOCAL_WORLD_SIZE", 1)
     elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
         names = OF_SRUN
-        size = number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS", 1))
-        nodes = number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))
+        size = read_number("SLURM_STEP_NUM_TASKS", read_number("SLURM_NTASKS", 1))
+        nodes = read_number("SLURM_STEP_NUM_NODES", read_number("SLURM_NNODES", 1))
         if size == 1:
             return 0, 1, 0, 1
-        found = number("SLURM_PROCID"), size, number("SLURM_LOCALID"), size // max(1, nodes)
+        local_size = size // max(1, nodes)
+        found = read_number("SLURM_PROCID"), size, read_number("SLURM_LOCALID"), local_size
     else:
         # A batch script has SLURM_PROCID, too. In a shell of salloc one may well try something.
         of_batch = ("SLURM_NTASKS",) if "SLURM_PROCID" in env else ()
         fix = "start with srun or torchrun; one process alone: unset it, or srun -n 1"
         for name in ("WORLD_SIZE", *of_batch, *OF_MPI):
-            require(number(name, 1) == 1, f"{name}={env.get(name)}: {fix}")
+            require(read_number(name, 1) == 1, f"{name}={env.get(name)}: {fix}")
         return 0, 1, 0, 1
     rank, size, local_rank, local_size = found
     shown = ", ".join(f"{name}={env[name]}" for name in names if name in env)
@@ -136,7 +131,7 @@ def place() -> tuple[int, int, int, int]:
     return found
 
 
-def number(name: str, default: int | None = None) -> int:
+def read_number(name: str, default: int | None = None) -> int:
     """A whole number that a launcher has put into the environment. UserError if it is none."""
     text = os.environ.get(name, default)
     require(text is not None, f"{name} is not set: start with srun or torchrun")
@@ -149,9 +144,9 @@ def number(name: str, default: int | None = None) -> int:
 
 
 def rank() -> int:
-    """The global rank of this process, by `place`; 0 if that is an error, so that it is printed."""
+    """The global rank of this process, 0 if `read_launcher` fails, so that it is printed."""
     try:
-        return place()[0]
+        return read_launcher()[0]
     except UserError:
         return 0
 
@@ -191,7 +186,7 @@ def require_local(name: str, value) -> None:
     for text in value if isinstance(value, list) else [value]:
         require(
             not isinstance(text, str) or "://" not in text,
-            f"{name} has {shown(text)}, an address, in place of a path or name on this machine. "
+            f"{name} has {quote(text)}, an address, in place of a path or name on this machine. "
             "Only --remote=s3://... (to keep a run in a store) and --data_dir=s3://... (to read "
             "prepared tokens from one) take addresses: copy anything else here first",
         )
@@ -222,133 +217,6 @@ def show_help(settings: str = "") -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The settings of a program: dataclasses, whose fields are flags
-
-
-def types_of(*classes: type) -> dict:
-    """Field name -> type, over all these dataclasses."""
-    return {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
-
-
-def settings_help(*classes: type, files: bool = True) -> str:
-    """Each setting with its default and the comment beside it in the source, under its group.
-
-    files: whether the program takes config files.
-    """
-    lines = ["settings: --key=value" + (", or key = value in a config file" if files else "")]
-    for cls in classes:
-        lines += ["", (cls.__doc__ or cls.__name__).strip().splitlines()[0]]
-        hints = types_of(cls)
-        for line in source_of(cls):
-            if heading := re.match(r"    # --- (.*)", line):
-                lines += ["", heading[1]]
-            elif (field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line)) and field[1] in hints:
-                name, comment = field.groups("")
-                flag = f"  --{name}={getattr(cls, name, '')}"  # a list has no default here
-                lines.append(f"{flag:<40} {comment}")
-                choices = expected(hints[name])
-                if "one of" in choices:
-                    lines.append(f"{'':<41}[{choices}]")
-    return "\n".join(lines)
-
-
-def source_of(cls: type) -> list[str]:
-    """The lines that define the fields of a dataclass, inherited ones first."""
-    parts = filter(dataclasses.is_dataclass, reversed(cls.__mro__))
-    return [line for part in parts for line in inspect.getsource(part).splitlines()]
-
-
-# Texts that are no paths; of others, parts separated by commas may be paths on this machine.
-PROSE = ("prompt", "stop", "delimiter", "expect", "sbatch_args")
-ADDRESSES = ("remote", "data_dir")  # settings that take the address of a store
-NO_MATCH = object()  # what `convert` returns if nothing fits; None would be a value
-
-
-def alternatives(hint) -> tuple:
-    """The members of a union type, or the one type itself."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-
-def parse(text: str, hint):
-    """The text of a flag as the Python value that a config file would hold.
-
-    Text that does not fit `hint` is returned as it is; `checked` then reports it.
-    """
-    options = alternatives(hint)
-    word = ({"none": None} | TRUTHS).get(text.lower(), text)
-    if type(word) in options:
-        return word
-    return parse_number(text) if int in options or float in options else text
-
-
-def parse_number(text: str):
-    """The int or float that a text stands for, or the text itself."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def checked(value, hint, key: str, source: str):
-    """`value` converted to the type `hint`. Raises UserError if it does not fit.
-
-    A whole float serves as an int (1e9), an int as a float, choices ignore case, and ~ is the home
-    folder.
-    """
-    for option in alternatives(hint):
-        converted = convert(value, option)
-        if converted is not NO_MATCH:
-            return converted if key in PROSE else expanded(converted)
-    raise UserError(f"{key} in {source} is {shown(value)}, expected {expected(hint)}")
-
-
-def expanded(value):
-    """A text, or a list of texts, with the home folder for the ~ with which a path begins.
-
-    A shell does so only at the beginning of a word, not in --run_dir=~/runs/demo.
-    """
-    if isinstance(value, list):
-        return [expanded(text) for text in value]
-    if not isinstance(value, str):
-        return value
-    return ",".join(os.path.expanduser(path) for path in value.split(","))
-
-
-def convert(value, option):
-    """`value` converted to one member of a union type, or NO_MATCH. A bool is not a number."""
-    if typing.get_origin(option) is Literal:
-        choices = {choice.lower(): choice for choice in typing.get_args(option)}
-        return choices.get(str(value).lower(), NO_MATCH)
-    if option == list[str]:
-        is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
-        return value if is_list else NO_MATCH
-    if isinstance(value, bool):
-        return value if option is bool else NO_MATCH
-    if option is float and isinstance(value, int | float):
-        finite = abs(value) <= sys.float_info.max  # false for NaN and huge integers
-        return float(value) if finite else NO_MATCH
-    if option is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value if isinstance(value, option) else NO_MATCH
-
-
-def expected(hint) -> str:
-    """A type in plain words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
-    words = {int: "a whole number", float: "a number", bool: "true or false"}
-    words |= {str: "text", list[str]: "text", type(None): "none"}
-    names = []
-    for option in alternatives(hint):
-        names.append(words.get(option) or "one of: " + ", ".join(typing.get_args(option)))
-    return " or ".join(names)
-
-
-# --------------------------------------------------------------------------------------------------
 # Exit
 
 
@@ -368,7 +236,7 @@ def run(main) -> None:
     for name in (*OF_TORCHRUN, *OF_SRUN, *OF_MPI):
         os.environ.pop(name, None)  # nor are the processes that it starts
     escape_unprintable()
-    status = flushed(status_of(main))
+    status = flush(status_of(main))
     gc.freeze()  # the last garbage collection would visit every object of torch: half a second
     sys.exit(status)
 
@@ -424,7 +292,7 @@ def escape_unprintable() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def flushed(status):
+def flush(status):
     """Flush standard output and error. Returns the exit status.
 
     That is `status`; but where it is 0 and flushing fails, 141 (the reader of the output is gone)
@@ -457,7 +325,7 @@ def say_once(head: str, words: str) -> None:
         print_error(words, head)
 
 
-def shown(value) -> str:
+def quote(value) -> str:
     """A value as messages show it, at most 80 characters."""
     if type(value) is int and abs(value) >= 10**60:
         return "a huge number"  # of which Python refuses to print more than 4,300 digits
@@ -519,10 +387,10 @@ def watch_parent(parent: int) -> None:
 def end_torchrun() -> None:
     """Stop torchrun, so that it does not restart this rank. Does nothing without --max-restarts."""
     with contextlib.suppress(UserError):  # it is about another error that this process ends
-        restarts_done = number("TORCHELASTIC_RESTART_COUNT", 0)
-        restarts_left = number("TORCHELASTIC_MAX_RESTARTS", 0) - restarts_done
+        restarts_done = read_number("TORCHELASTIC_RESTART_COUNT", 0)
+        restarts_left = read_number("TORCHELASTIC_MAX_RESTARTS", 0) - restarts_done
         parent = os.getppid()
-        if restarts_left > 0 and number("LOCAL_RANK") == 0 and parent > 1:
+        if restarts_left > 0 and read_number("LOCAL_RANK") == 0 and parent > 1:
             os.kill(parent, signal.SIGTERM)
 
 
@@ -583,7 +451,7 @@ def answer(work) -> None:
 def end(words: str) -> None:
     """End this process from any thread, with an error line and the status "start me again"."""
     print_error(words)
-    os._exit(flushed(RESUME_ME))
+    os._exit(flush(RESUME_ME))
 
 
 def whoami(rank: int) -> str:

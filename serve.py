@@ -36,7 +36,7 @@ import torch
 import checkpoint
 import config
 import processes
-from config import LINEAR_LAYERS, MPTConfig
+from config import LINEAR_LAYERS, Int, MPTConfig
 from flops import n_params
 from program import EXTRA, UserError, require, shell
 from serving.adapters import AdapterBank, read_adapter
@@ -55,35 +55,29 @@ class ServeSettings:
     """The address, the batch, limits."""
 
     host: str = "127.0.0.1"  # 0.0.0.0: all addresses of this machine
-    port: int = 8000  # 0: any free one
+    port: Int[0, 65535] = 8000  # 0: any free one
     name: str = ""  # of the base in requests; empty = the last part of RUN
     adapters: str = ""  # folder of adapters that requests can name
     jobs: str = ""  # folder of finetuning jobs and uploads, whose models are served
-    upload_mb: int = 64  # of a file to finetune on
+    upload_mb: Int[1, 10**6] = 64  # of a file to finetune on
     runs: str = ""  # folder of run folders that the page shows
-    max_lora_rank: int = 16  # the highest rank of an adapter; sets the size of their bank
+    max_lora_rank: Int[1, 2**16] = 16  # the highest rank of an adapter; sets the size of their bank
     keys: str = ""  # file of API keys, one a line; without it nobody needs one
     force: bool = False  # serve on a public address without keys
     chat_template: str = ""  # of messages: a tokenizer's folder or a file; empty = RUN's, or ChatML
-    rows: int = 32  # texts that are generated together; others wait
-    max_tokens: int = 2048  # of a text, prompt included; at most max_seq_len of learned positions
-    prefix_mb: int = 256  # for the beginnings of prompts, which several may share
-    threads: int = 1  # of PyTorch; more are slower if other programs run on a CPU
-    max_requests: int = 12800  # open at the same time; more get status 429
-    max_seconds: int = 600  # of a request
-    drain_seconds: int = 30  # after SIGTERM, for open requests to finish
+    rows: Int[1, 10**6] = 32  # texts that are generated together; others wait
+    max_tokens: Int[2, 10**15] = 2048  # of a text with its prompt; learned positions may have fewer
+    prefix_mb: Int[0, 10**9] = 256  # for the beginnings of prompts, which several may share
+    threads: Int[1, 10**4] = 1  # of PyTorch; more are slower if other programs run on a CPU
+    max_requests: Int[1, 10**9] = 12800  # open at the same time; more get status 429
+    max_seconds: Int[1, 10**9] = 600  # of a request
+    drain_seconds: Int[0, 10**9] = 30  # after SIGTERM, for open requests to finish
     step: int | None = None  # which checkpoint (none = the newest)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own; gpt2 if it names none)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
 
     def check(self) -> None:
-        """UserError for values out of range."""
-        require(0 <= self.port < 65536, f"port {self.port}: set --port from 0 to 65535")
-        least = dict.fromkeys("rows max_requests max_seconds threads upload_mb".split(), 1)
-        least |= {"max_lora_rank": 1, "max_tokens": 2, "prefix_mb": 0, "drain_seconds": 0}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            require(value >= lowest, f"{name} {value}: set --{name} to {lowest} or more")
+        """UserError if two settings exclude each other."""
         both = f"--jobs serves the models of its own folder: leave out --adapters={self.adapters}"
         require(not (self.jobs and self.adapters), both)
 

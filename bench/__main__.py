@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     require(name not in MOVED, f"{name} has moved: {MOVED.get(name)}")
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else list_hint
-    require(name in NAMES, f"no benchmark {program.shown(name)}, {hint}")
+    require(name in NAMES, f"no benchmark {program.quote(name)}, {hint}")
 
     benchmark = importlib.import_module(f"bench.{name}")
     # --help and usage lines come from the docstring and the name of the main module.

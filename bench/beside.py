@@ -27,7 +27,7 @@ import parallel
 import processes
 import program
 from bench import train
-from config import MPTConfig, TrainConfig
+from config import Int, MPTConfig, TrainConfig
 from launch.pool import Pool, PoolError
 from lifecycle import runlog
 from model import MPT, init_weights
@@ -42,9 +42,9 @@ TOLERANCE = 1e-4  # of their losses, in fp32 on a CPU
 class BesideArgs:
     """How long to measure, and how."""
 
-    rounds: int = 5  # turns of each program; the median counts
-    steps: int = 1  # optimizer steps of a turn
-    threads: int = 0  # of each program (0: as many as there are cores)
+    rounds: Int[1, 10**6] = 5  # turns of each program; the median counts
+    steps: Int[1, 10**6] = 1  # optimizer steps of a turn
+    threads: Int[1, 10**4] = 0  # of each program (0: as many as there are cores)
 
 
 class PlainBlock(nn.Module):

@@ -54,6 +54,7 @@ import devices
 import parallel
 import processes
 import program
+from config import Float
 from lifecycle import runlog
 from program import require
 from storage import files
@@ -89,7 +90,7 @@ class MachineArgs:
     """What to measure, and how long."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
-    seconds: float = 1.0  # of one measurement; there are 7, and 13 more for each kind of group
+    seconds: Float[1e-6, 10**4] = 1.0  # of a measurement; there are 7, and 13 a kind of group
     out: str = "machine.json"  # file of the results
 
 

@@ -46,7 +46,7 @@ import parallel
 import processes
 import program
 from bench import compare
-from config import MPTConfig, TrainConfig
+from config import Int, MPTConfig, TrainConfig
 from launch.pool import Pool, PoolError
 from lifecycle import compiling, runlog
 from program import require
@@ -74,12 +74,12 @@ class BenchArgs:
 
     sizes: str = ""  # recipes, each a row: 125m,1b are configs/mpt125m.py and configs/mpt1b.py
     sweep: str = ""  # settings to combine, each a row: "microbatch_size=4,8 compile=false,true"
-    grad_accum: int = 0  # microbatches per step and rank; sets global_batch_size (0: as configured)
-    ranks: int = 0  # processes on this machine (0: one for each GPU, else tp x pp)
-    threads: int = 0  # threads per process on a CPU (0: share the cores)
+    grad_accum: Int[1, 10**6] = 0  # microbatches per step and rank (0: as global_batch_size says)
+    ranks: Int[1, 10**6] = 0  # processes on this machine (0: one for each GPU, else tp x pp)
+    threads: Int[1, 10**4] = 0  # threads per process on a CPU (0: share the cores)
     alternate: bool = False  # all rows take turns; their processes need memory at the same time
-    rounds: int = 5  # turns of each row; the median counts
-    steps: int = 4  # optimizer steps per turn
+    rounds: Int[1, 10**6] = 5  # turns of each row; the median counts
+    steps: Int[1, 10**6] = 4  # optimizer steps per turn
     out: str = ""  # CSV of the results
     profile: str = ""  # keep Chrome traces: NAME-1.json of the first row, NAME-2.json, ...
 
@@ -180,7 +180,7 @@ class Launched:
 
 def launched() -> int:
     """How many processes torchrun or srun has started; 0: none, or only this one."""
-    _, size, _, _ = program.place()
+    _, size, _, _ = program.read_launcher()
     return size if size > 1 else 0
 
 
@@ -336,7 +336,7 @@ class Row:
 
 def groups(argv: list[str]) -> list[list[Row]]:
     """The rows that the command line asks for, in groups whose rows take turns."""
-    argv = config.joined(argv, MPTConfig, TrainConfig, BenchArgs)
+    argv = config.join_flags(argv, MPTConfig, TrainConfig, BenchArgs)
     flags = [word for word in argv if not word.startswith(("--sweep=", "--sizes="))]
     *_, args = config.load(SHAPE + argv, MPTConfig, TrainConfig, BenchArgs)
     given = [word for word in flags if not word.startswith("-")]

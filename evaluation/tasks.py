@@ -30,6 +30,7 @@ from pathlib import Path
 
 import config
 import program
+from config import Int
 from evaluation import hub
 from evaluation.hub import ALIASES, SOURCES, TABLE2
 from program import require
@@ -137,7 +138,7 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
 
 def require_known(name: str) -> None:
     """UserError with a hint unless the Hub has a task of this name."""
-    nearest = config.nearest(name, [*SOURCES, "all"])
+    nearest = config.nearest_name(name, [*SOURCES, "all"])
     choices = f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
     hint = f"did you mean {nearest!r}?" if nearest else choices
     require(name in SOURCES, f"unknown task {name!r}, {hint}")
@@ -272,11 +273,11 @@ def with_shots(items: list[Item], shots: int, separator: str, seed: int) -> list
 class MakeConfig:
     """A task from a text: which continuation is the real one?"""
 
-    n: int = 500  # items
-    seed: int = 0  # of the positions in the text
-    choices: int = 4  # the real continuation, and others from elsewhere in the text
-    context: int = 256  # characters before the position
-    length: int = 64  # characters of a continuation, at most
+    n: Int[1, 10**9] = 500  # items
+    seed: Int[0, 10**18] = 0  # of the positions in the text
+    choices: Int[2, 10**6] = 4  # the real continuation, and others from elsewhere in the text
+    context: Int[0, 2**24] = 256  # characters before the position
+    length: Int[1, 10**9] = 64  # characters of a continuation, at most
 
 
 def continuations(text: str, cfg: MakeConfig) -> list[dict]:

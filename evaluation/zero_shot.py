@@ -29,7 +29,7 @@ import parallel
 import processes
 import program
 import tensor_parallel
-from config import MPTConfig, TrainConfig
+from config import Int, MPTConfig, TrainConfig
 from evaluation import tasks as icl_tasks
 from evaluation.figures import summarize, table
 from evaluation.score import Request, score
@@ -46,11 +46,11 @@ class EvalConfig:
     tasks: str = "all"  # names, .jsonl or .txt files, separated by commas; all: MosaicML's seven
     data: str = ""  # folder of NAME.jsonl, searched before the Hub
     delimiter: str = ""  # between question and answer, as in "\n" (empty = the task's, or a space)
-    shots: int = 0  # solved examples above each question
-    seed: int = 0  # of the choice of examples
-    limit: int = 0  # use at most this many items of each task (0 = all)
-    batch_tokens: int = 8192  # of a batch on one rank, with padding (one question may exceed it)
-    tp: int = 1  # ranks over which each layer is cut: see tensor_parallel.py
+    shots: Int[0, 10**9] = 0  # solved examples above each question
+    seed: Int[0, 10**18] = 0  # of the choice of examples
+    limit: Int[0, 10**9] = 0  # use at most this many items of each task (0 = all)
+    batch_tokens: Int[1, 10**9] = 8192  # of a rank's batch, with padding (a question may have more)
+    tp: Int[1, 2**16] = 1  # ranks over which each layer is cut: see tensor_parallel.py
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, fp32 on a CPU
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own)

@@ -289,7 +289,7 @@ class Heartbeat(threading.Thread):
         if not self.leaving.is_set():
             if self.verdict == 2:
                 program.end_torchrun()
-            os._exit(program.flushed(self.verdict))
+            os._exit(program.flush(self.verdict))
 
     # --- What the main thread says
 

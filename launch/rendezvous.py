@@ -38,8 +38,8 @@ def join(group: dict) -> None:
     """
     rank, size = group["rank"], group["world_size"]
     if "RANK" not in os.environ:  # srun started this process
-        os.environ |= slurm_variables(*program.place())
-    host, port = os.environ.get("MASTER_ADDR"), program.number("MASTER_PORT", 0)
+        os.environ |= slurm_variables(*program.read_launcher())
+    host, port = os.environ.get("MASTER_ADDR"), program.read_number("MASTER_PORT", 0)
     require(
         host and 0 < port < 2**16,
         f"MASTER_ADDR={host or ''} and MASTER_PORT={port} are not the address of rank 0: set both, "
@@ -149,13 +149,13 @@ def publish_meeting(store: dist.Store, name: str, size: int, patience: float) ->
 
 
 def slurm_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """What torchrun would set, for a process that srun started: see `program.place`.
+    """What torchrun would set, for a process that srun started: see `program.read_launcher`.
 
     Raises UserError if the first node cannot be determined.
     """
     env = os.environ
     # Below 32768, where Linux begins to hand out ports of its own choice.
-    port = 20000 + program.number("SLURM_JOB_ID", 0) % 12000
+    port = 20000 + program.read_number("SLURM_JOB_ID", 0) % 12000
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

@@ -40,7 +40,7 @@ import fsdp_train
 import parallel
 import processes
 import program
-from config import MPTConfig, TrainConfig
+from config import Float, Int, MPTConfig, TrainConfig
 from evaluation import tasks, zero_shot
 from evaluation.figures import best, mean_per_token
 from evaluation.score import score
@@ -282,9 +282,9 @@ def describe(row: dict) -> str:
 class RunsArgs:
     """Which cell to train."""
 
-    budget: float = 0.0  # FLOPs of one more run; 0: the whole grid
-    d_model: int = 0  # its width, one of SHAPES
-    seed: int = 1  # its seed
+    budget: Float[1e-6, 3650] = 0.0  # FLOPs of one more run; 0: the whole grid
+    d_model: Int[1, 2**20] = 0  # its width, one of SHAPES
+    seed: Int[0, 10**18] = 1  # its seed
     short: bool = False  # two very short runs
 
     def check(self) -> None:

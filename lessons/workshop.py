@@ -61,7 +61,7 @@ def lesson_paths() -> list[Path]:
 def lesson(number: str) -> Path:
     """The file of a lesson."""
     found = [path for path in lesson_paths() if path.name[0] == number]
-    require(found, f"no lesson {program.shown(number)}: there are 0 to 8; {USAGE}")
+    require(found, f"no lesson {program.quote(number)}: there are 0 to 8; {USAGE}")
     return found[0]
 
 
@@ -152,7 +152,7 @@ def answer_path(path: Path, flags: list[str]) -> Path:
     if flags:
         name, _, value = flags[0].partition("=")
         require(len(flags) == 1 and name == "--file" and value, USAGE)
-        require(Path(value).is_file(), f"no file {program.shown(value)}")
+        require(Path(value).is_file(), f"no file {program.quote(value)}")
         return Path(value)
     mine = MINE / path.name
     if not mine.exists():

@@ -170,9 +170,9 @@ def read(path: Path) -> list[dict]:
         is_sound = is_record and not files.wrong_type(record, fields)
         is_sound = is_sound and record["microbatch_size"] > 0
         require(is_sound, f"{path} is damaged ({files.shown(record)} is no record): delete it")
-        circumstances = config.renamed(record["circumstances"])
+        circumstances = config.rename_keys(record["circumstances"])
         if isinstance(circumstances.get("model"), dict):
-            circumstances["model"] = config.renamed(circumstances["model"])
+            circumstances["model"] = config.rename_keys(circumstances["model"])
         record["circumstances"] = circumstances
     return records
 

@@ -157,7 +157,7 @@ def require_not_imported(run_dir: str) -> None:
 
 def was_restarted() -> bool:
     """Did torchrun or SLURM start this program before, with the same command?"""
-    counts = [program.number(f"{by}_RESTART_COUNT", 0) for by in ("TORCHELASTIC", "SLURM")]
+    counts = [program.read_number(f"{by}_RESTART_COUNT", 0) for by in ("TORCHELASTIC", "SLURM")]
     return any(counts)
 
 

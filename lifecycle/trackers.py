@@ -61,7 +61,7 @@ SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the names of environment
 
 def names_of(track: str) -> list[str]:
     """The trackers in a setting such as "wandb,mlflow"."""
-    chosen = config.listed("track", track, TRACKERS)
+    chosen = config.split_names("track", track, TRACKERS)
     return [name for name in TRACKERS if name in chosen]
 
 

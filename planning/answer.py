@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 import flops
 import program
-from config import MPTConfig, TrainConfig
+from config import Float, Int, MPTConfig, TrainConfig
 from devices import Device
 from planning import search, step_time
 from planning.budget import TOKENS_PER_PARAMETER, chinchilla_loss
@@ -42,14 +42,14 @@ class PlanArgs(FleetArgs):
     """The fleet and the question."""
 
     choose: bool = False  # choose the layout even where a config file sets it
-    global_batch_size: int = 0  # sequences of a step (0: 256 or a bit more, at least 4 a device)
-    max_steps: int = 0  # steps of the run, from which its tokens and time follow
-    tokens: float = 0.0  # to train on (0: of max_steps, else 20 a parameter; adapters: 4800 steps)
-    price: float = 0.0  # of one torch device for an hour; two kinds of device: 2.5,1.2
-    watts: float = 0.0  # of one torch device with its share of the node (0: from the table)
+    global_batch_size: Int[1, 10**6] = 0  # sequences of a step (0: about 256, at least 4 a device)
+    max_steps: Int[1, 10**15] = 0  # steps of the run, from which its tokens and time follow
+    tokens: Float[1, 10**18] = 0.0  # (0: of max_steps, else 20 a parameter; adapters: 4800 steps)
+    price: Float[1e-9, 10**9] = 0.0  # of one torch device for an hour; two kinds of device: 2.5,1.2
+    watts: Float[1e-3, 10**6] = 0.0  # of a torch device and its share of the node (0: the table's)
     calibrate: str = ""  # a .csv of bench train or a machine.json; both: results.csv:machine.json
     sweep_devices: str = ""  # numbers of devices: 8,16,64
-    budget: float = 0.0  # days: plan the Chinchilla-optimal model that trains in this many
+    budget: Float[1e-6, 3650] = 0.0  # days in which a Chinchilla-optimal model is to train
     plot: bool = False  # draw sweep, kinds of device or memory
     out: str = "plan.png"  # where to draw
     json: bool = False  # print JSON

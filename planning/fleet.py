@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import devices
 import program
+from config import Float, Int
 from devices import Device
 from program import UserError, require
 
@@ -155,19 +156,19 @@ class FleetArgs:
 
     machine: str = ""  # frontier, lumi, ...: its device, node_size and network
     device: str = "auto"  # the kind: mi250, h100, ... (python devices.py lists them)
-    devices: int = 8  # how many torch devices (an MI250 card is two)
-    node_size: int = 0  # torch devices of a node (0: the machine's, else 8)
-    network: float = 0.0  # GB/s of a node, each way (0: the machine's, else usual for the device)
-    bandwidth: float = 0.0  # GB/s of a device's memory (0: the datasheet's)
-    memory_gb: float = 0.0  # GiB of a device (0: the datasheet's)
-    attention_efficiency: float = 0.0  # of attention: 0.35 is 35 % of the peak (0: as in 2023)
+    devices: Int[1, 10**6] = 8  # how many torch devices (an MI250 card is two)
+    node_size: Int[1, 10**4] = 0  # torch devices of a node (0: the machine's, else 8)
+    network: Float[1e-3, 10**6] = 0.0  # GB/s of a node, each way (0: the machine's, or the usual)
+    bandwidth: Float[1e-3, 10**6] = 0.0  # GB/s of a device's memory (0: the datasheet's)
+    memory_gb: Float[1e-3, 10**6] = 0.0  # GiB of a device (0: the datasheet's)
+    attention_efficiency: Float[1e-3, 1] = 0.0  # of the peak: 0.35 is 35 % (0: as in 2023)
 
     def check(self) -> None:
         """UserError if the machine is unknown."""
         if self.machine and self.machine not in MACHINES:
             near = difflib.get_close_matches(self.machine, MACHINES, n=3) or list(MACHINES)
             guess = f"did you mean {' or '.join(near)}?"
-            raise UserError(f"no machine {program.shown(self.machine)}, {guess}")
+            raise UserError(f"no machine {program.quote(self.machine)}, {guess}")
 
 
 def fleet_of(args: FleetArgs) -> Fleet:

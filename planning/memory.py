@@ -50,6 +50,7 @@ from config import (
     COLUMNS,
     GPU_ROWS,
     Checkpointing,
+    Int,
     MPTConfig,
     TrainConfig,
     blocks_of,
@@ -80,7 +81,7 @@ LOSS_BACKWARD = 1
 class MemoryArgs:
     """Which devices."""
 
-    ranks: int = 1  # global ranks, each with one device: data-parallel x tp x pp
+    ranks: Int[1, 10**6] = 1  # global ranks, each with one device: data-parallel x tp x pp
     device: str = "auto"  # mi250, h100-nvl, ...: show the largest microbatch that it can hold
 
 

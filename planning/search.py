@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import flops
-from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConfig, stage_sizes
+from config import SHARDING_MODES, Checkpointing, Int, MPTConfig, Sharding, TrainConfig, stage_sizes
 from planning import memory, step_time
 from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime
@@ -34,23 +34,22 @@ RECOMPUTE_EVERY = (4, 2, 1)  # those that are tried
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # and all rows at once
 MOST_DEVICES = 2**17  # of a fleet on which a model might fit
 
-AutoInt = int | Literal["auto"]
-AutoBool = bool | Literal["auto"]
-AutoSharding = Literal["auto", Sharding]
-AutoCheckpointing = Literal["auto", Checkpointing]
+Auto = Literal["auto"]
+AutoSharding = Literal[Auto, Sharding]
+AutoCheckpointing = Literal[Auto, Checkpointing]
 
 
 @dataclass(frozen=True)
 class LayoutArgs:
     """The layout. What is auto is chosen."""
 
-    tp: AutoInt = "auto"  # tensor-parallel ranks
-    pp: AutoInt = "auto"  # pipeline stages
+    tp: Int[1, 2**16] | Auto = "auto"  # tensor-parallel ranks
+    pp: Int[1, 2**16] | Auto = "auto"  # pipeline stages
     sharding: AutoSharding = "auto"  # see parallel.py
-    microbatch_size: AutoInt = "auto"  # sequences
+    microbatch_size: Int[1, 10**6] | Auto = "auto"  # sequences
     activation_checkpointing: AutoCheckpointing = "auto"  # see parallel.py
-    recompute_every: AutoInt = "auto"  # of every k-th block; chosen if the mode is, else 1
-    sequence_parallel: AutoBool = "auto"  # with tp: cut the tokens between layers, too
+    recompute_every: Int[1, 10**4] | Auto = "auto"  # of every k-th; chosen if the mode is, else 1
+    sequence_parallel: bool | Auto = "auto"  # with tp: cut the tokens between layers, too
 
     @property
     def is_open(self) -> bool:

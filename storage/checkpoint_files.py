@@ -176,7 +176,7 @@ def read_meta(path: Path) -> dict:
     meta = files.read_json(source, dict, META_FIELDS)
     fault = files.wrong_type(meta, {"skip_steps": str, "base": str, "base_fingerprint": str})
     require(not fault, f"{source} is damaged ({fault})")
-    return config.renamed(meta)
+    return config.rename_keys(meta)
 
 
 # --------------------------------------------------------------------------------------------------

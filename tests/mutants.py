@@ -204,7 +204,7 @@ program.py: test_program.py
 
 settings whose names are misspelled are ignored
 config.py: test_config.py
-- elif key not in others:
+- elif key not in ignored:
 + elif False:
 
 # --- the use of a model

@@ -188,7 +188,7 @@ WRONG_FLAGS = {
     "--top_k=-1": "top_k must be 0 or more",
     "--temperature=nan": "expected a number",
     "--seed=-1": "seed must be from 0 to",
-    "--max_new_tokens=0": "max_new_tokens must be 1 or more",
+    "--max_new_tokens=0": "max_new_tokens must be from 1 to",
     "--stop=": "a stop string is empty",
     "--interactive --json": "remove --prompt, --prompts and --json",
     "--prompts={folder}/empty": "no prompt in",

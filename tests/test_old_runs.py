@@ -85,7 +85,7 @@ def assert_same_rows(found: list[dict], expected: list[dict], exact=True) -> Non
 
 
 def test_the_fixture_has_other_values_than_the_defaults(old):
-    saved = config.renamed(json.loads((old / "run" / "config.json").read_text()))
+    saved = config.rename_keys(json.loads((old / "run" / "config.json").read_text()))
     defaults = vars(MPTConfig()) | vars(TrainConfig())
     assert {name for name, value in saved.items() if value == defaults[name]} == DEFAULTS
 

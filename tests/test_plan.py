@@ -14,7 +14,6 @@ import pytest
 import config
 import flops
 import plan
-import program
 from config import MPTConfig, TrainConfig
 from planning import answer, budget, memory, search
 from planning.answer import PlanArgs
@@ -248,17 +247,17 @@ def test_a_bad_number_of_devices_does_not_lose_the_table(capsys):
 
 
 NUMBERS = {
-    name: hint
+    name: config.range_of(hint)
     for cls in (PlanArgs, search.LayoutArgs)
-    for name, hint in get_type_hints(cls).items()
-    if set(program.alternatives(hint)) & {int, float}
+    for name, hint in get_type_hints(cls, include_extras=True).items()
+    if {int, float} & set(config.members_of(config.types_of(cls)[name]))
 }
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_an_absurd_number_is_refused_and_any_other_has_an_answer(capsys, name):
     """In JSON, which has no Infinity and no NaN."""
-    low, high = config.RANGES[name]
+    low, high = NUMBERS[name]
     question = [MPT7B, "--device=mi250", *FIXED.split(), "--price=2", "--watts=500", "--json"]
     if name == "budget":
         question = [*question[1:], "--devices=1000000"]  # the largest models

@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from program import require, shown
+from program import quote, require
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def sources(mix: list[str]) -> list[Source]:
         require(not same_name, f"mix has two sources of one name, {names}: rename one of them")
         require(
             one.dataset != other.dataset,
-            f"mix has the data set {shown(one.dataset)} twice, as {names}: "
+            f"mix has the data set {quote(one.dataset)} twice, as {names}: "
             "name it once, with both shares together",
         )
     total = round(sum(source.share for source in found), 4)
@@ -51,14 +51,14 @@ def source_of(line: str) -> Source:
     """
     words = line.split(None, 2)
     example = "--mix='c4 0.7 allenai/c4:en'"
-    require(len(words) == 3, f"mix takes NAME SHARE DATASET, as {example}, not {shown(line)}")
+    require(len(words) == 3, f"mix takes NAME SHARE DATASET, as {example}, not {quote(line)}")
     name, share, dataset = words
 
-    problem = f"mix has a source {shown(name)}"
+    problem = f"mix has a source {quote(name)}"
     is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", name)
     require(is_name, f"{problem}: name it with up to 40 letters, digits, _ and -")
 
     is_share = re.fullmatch(r"1(\.0*)?|0?\.[0-9]{1,4}", share) and float(share) > 0
     fix = "write a number from 0.0001 to 1, of at most four decimals"
-    require(is_share, f"{problem} with the share {shown(share)}: {fix}")
+    require(is_share, f"{problem} with the share {quote(share)}: {fix}")
     return Source(name, float(share), os.path.expanduser(dataset.strip()))

@@ -286,7 +286,8 @@ def require_no_link(path: Path) -> None:
 
 def settings_of(folder: Path) -> dict:
     """config.json of a run. UserError if it is damaged, OSError if it is not there."""
-    return config.renamed(files.parse_json(card.content_of(folder / "config.json"), "config.json"))
+    text = card.content_of(folder / "config.json")
+    return config.rename_keys(files.parse_json(text, "config.json"))
 
 
 def owner_of(folder: Path) -> dict | None:

@@ -34,7 +34,7 @@ from pathlib import Path
 import checkpoint
 import config
 import program
-from config import MPTConfig, TrainConfig
+from config import Float, Int, MPTConfig, TrainConfig
 from launch.pool import free_port, torchrun_variables
 from lifecycle import runlog
 from program import RESUME_ME, UserError, require
@@ -302,17 +302,15 @@ class WorkerSettings:
     """How a worker works."""
 
     once: bool = False  # end when no job waits
-    nproc: int = 1  # ranks of a training
-    most: int = 1  # jobs at the same time
-    most_hours: float = 24.0  # of a job's steps, and of a training that stands still
-    poll_seconds: float = 0.5  # between two looks at the folder
+    nproc: Int[1, 10**6] = 1  # ranks of a training
+    most: Int[1, 10**6] = 1  # jobs at the same time
+    most_hours: Float[1e-6, 10**6] = 24.0  # of a job's steps, and of a training that stands still
+    poll_seconds: Float[1e-6, 10**6] = 0.5  # between two looks at the folder
     slurm: bool = False  # submit trainings to SLURM
     sbatch_args: str = ""  # more arguments of sbatch, such as "--partition=gpu --account=me"
 
     def check(self) -> None:
-        """UserError for values out of range."""
-        for name in ("nproc", "most", "most_hours", "poll_seconds"):
-            require(getattr(self, name) > 0, f"{name} must be above 0: set --{name}=1")
+        """UserError if a setting has no effect."""
         fix = "add --slurm, or leave out --sbatch_args"
         require(self.slurm or not self.sbatch_args, f"--sbatch_args is for SLURM: {fix}")
 

@@ -138,7 +138,7 @@ def settings_of(run_dir: Path) -> dict:
     if not path.exists() and newest:
         path = newest / "meta.json"
     require(path.exists(), f"{run_dir} is no run folder: it has no config.json")
-    return config.renamed(files.parse_json(content_of(path), path.name))
+    return config.rename_keys(files.parse_json(content_of(path), path.name))
 
 
 def launches_of(run_dir: Path) -> list[dict]:

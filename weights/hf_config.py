@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+import config
 import program
 from attention import function_of
 from checkpoint import norm_of
@@ -181,7 +182,7 @@ def values_of(group: dict, place: str, source: str) -> dict:
         home = HOMES.get(key)
         if home == place:
             if key not in OTHER_ATTENTION_KEYS:
-                values[key] = program.checked(value, types[key], key, source)
+                values[key] = config.check_value(value, types[key], key, source)
         elif key not in [*IGNORED_KEYS, *RESTATED]:
             if key in DECIDES and isinstance(value, dict):
                 value = value.get(DECIDES[key])

@@ -596,7 +596,7 @@ def test_what_cannot_be_served(folder, monkeypatch):
     assert "--keys=FILE" in refused("run", "--host=0.0.0.0")
     (folder / "short.txt").write_text("abc\n")
     assert "16 or more characters" in refused("run", "--keys=short.txt")
-    assert "--rows to 1 or more" in refused("run", "--rows=0")
+    assert "rows must be from 1 to" in refused("run", "--rows=0")
     assert "nowhere" in refused("nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
