@@ -20,7 +20,7 @@ import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from lifecycle.resume import Start
-from model import MPT
+from model import MPT, differing
 from processes import rank_zero_decides
 from program import UserError, require
 from storage import files
@@ -370,7 +370,7 @@ def rate_note(cfg: TrainConfig, start) -> list[str]:
     if f"{first:.2e}" in (f"{last:.2e}", f"{expected:.2e}"):
         return []
 
-    changed = ", ".join(checkpoint.differing(optim.RATE_SETTINGS, saved, ours))
+    changed = ", ".join(differing(optim.RATE_SETTINGS, saved, ours))
     jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
     return [f"note: the checkpoint has {changed}: {jump}"]
 

@@ -154,7 +154,7 @@ def plan_of_saving(of_ranks):
     """(DCP's metadata of the checkpoint, how many pieces all ranks together write)"""
     planners = []
     for number, (layout, state) in enumerate(of_ranks):
-        planners.append(checkpoint.save_planner(layout))
+        planners.append(checkpoint.planners(layout)[0])
         planners[-1].set_up_planner(state, is_coordinator=number == 0)
     plans = [planner.create_local_plan() for planner in planners]
     plans, metadata = planners[0].create_global_plan(plans)
@@ -163,7 +163,7 @@ def plan_of_saving(of_ranks):
 
 def unread(metadata, layout, state) -> list[str]:
     """The names of the entries of which a rank would not read each element once."""
-    planner = checkpoint.load_planner(layout)
+    _, planner = checkpoint.planners(layout)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     n_read = dict.fromkeys(state, 0)
     for item in planner.create_local_plan().items:
