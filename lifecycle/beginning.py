@@ -74,7 +74,9 @@ def prepare_data(model_cfg: MPTConfig, cfg: TrainConfig, world) -> list[Path]:
     if "://" in cfg.data_dir:
         from text import fetch  # here, since most runs do without
 
-        processes.each_node_does(partial(fetch.copy, cfg.data_dir, *folders), world)
+        copies = world.local_rank == 0  # the other ranks of a node wait, for as long as that takes
+        copy = partial(fetch.copy, cfg.data_dir, *folders) if copies else lambda: None
+        processes.together(copy, group=processes.new_group(processes.LONG))
     return folders
 
 
@@ -152,10 +154,9 @@ def find_base(start: Start, cfg: TrainConfig) -> dict:
 
 def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
     """FLOP/s of all devices together; None if that of one is unknown. A collective."""
-    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
-    # On the CPU, so over gloo: no watchdog runs yet that would notice a hanging NCCL.
-    peak = processes.all_sum(torch.tensor(peak or math.nan)).item()
-    return None if math.isnan(peak) else peak
+    dtype = parallel.DTYPES[precision]
+    peaks = processes.together(lambda: devices.peak_flops(cfg.peak_tflops, world.device, dtype))
+    return sum(peaks) if all(peaks) else None
 
 
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
