@@ -70,7 +70,7 @@ def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):
 
 def prepare_data(model_cfg: MPTConfig, cfg: TrainConfig, world) -> list[Path]:
     """The checked data folders; of data in a store, the copy on this node. A collective."""
-    folders = rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
+    folders = rank_zero_decides(partial(data.open_folders, cfg, model_cfg.max_seq_len))
     if "://" in cfg.data_dir:
         from text import fetch  # here, since most runs do without
 
