@@ -113,7 +113,7 @@ class Checkpointer:
         state = state_of(model, optimizer)
         meta = meta | {"step": step, "optimizer": kind_of(optimizer)}
         rank_zero_decides(lambda: self.begin(step, meta))
-        save_planner, _ = planners(layout_of(model))
+        save_planner, _ = choose_planners(layout_of(model))
         future = dcp.async_save(
             state,
             storage_writer=Writer(path, self.reads_back),
@@ -128,7 +128,7 @@ class Checkpointer:
         try:
             prepare(self.folder / f"step-{step}.tmp", meta)
         except OSError as error:
-            raise self.failure(step, error) from error
+            raise self.give_up(step, error) from error
 
     def settled(self) -> bool:
         """Whether `finish` would return without waiting on this rank. Ranks may differ briefly."""
@@ -155,14 +155,14 @@ class Checkpointer:
         path = self.folder / f"step-{step}"
         temporary = path.with_suffix(".tmp")
         if error:
-            raise self.failure(step, error) from error
+            raise self.give_up(step, error) from error
         try:
             files.sync(temporary)
             temporary.rename(path)
             files.sync(self.folder)  # now the new name survives a power failure
             self.remove_old()
         except OSError as fault:
-            raise self.failure(step, fault) from fault
+            raise self.give_up(step, fault) from fault
         self.reads_back = False
 
     def remove_old(self) -> None:
@@ -174,10 +174,10 @@ class Checkpointer:
                 # Rename it first: a half-removed checkpoint must not look complete.
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
-    def failure(self, step: int, error: BaseException) -> UserError:
-        """What to raise if a step could not be saved: it names the last good checkpoint.
+    def give_up(self, step: int, error: BaseException) -> UserError:
+        """Remove the files of a step that could not be saved.
 
-        Removes the files of this step.
+        Returns the error to raise, which names the last good checkpoint.
         """
         reason = reason_of(error)
         if not isinstance(cause_of(error), UserError):
@@ -196,7 +196,7 @@ def layout_of(model: MPT):
     return getattr(model, "layout", None)
 
 
-def planners(layout) -> tuple:
+def choose_planners(layout) -> tuple:
     """DCP's planners for saving and for loading. If several ranks have a piece, one writes it."""
     if layout is None:
         return DefaultSavePlanner(), checkpoint_files.Planner()
@@ -309,7 +309,7 @@ def fill(path: Path, state: dict, metadata: Metadata | None = None, layout=None)
     UserError if the tensors are missing or cannot be read.
     """
     metadata = metadata or rank_zero_decides(lambda: read_metadata(path))
-    _, load_planner = planners(layout)
+    _, load_planner = choose_planners(layout)
     with warnings.catch_warnings(), damage_named(path):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no_dist
         dcp.load(

@@ -168,7 +168,7 @@ def finetuning_of(cfg: ServeSettings, path: str, chat_template: str):
         return None
     from web.files import Finetuning
 
-    has_adapters = is_run(Path(path)) and checkpoint_files.adapter_settings(Path(path))
+    has_adapters = is_run(Path(path)) and checkpoint_files.read_adapter_settings(Path(path))
     fix = "serve its base, or merge it first: python -m weights.peft merge RUN OUT"
     require(not has_adapters, f"{path} has adapters, and jobs would add others: {fix}")
     finetuning = Finetuning(

@@ -365,7 +365,7 @@ assert losses[-1] < losses[0]
 # it.
 
 # %%
-settings = checkpoint_files.adapter_settings(found)
+settings = checkpoint_files.read_adapter_settings(found)
 tokenizer = tokenizers.load(checkpoint.read_meta(found)["tokenizer"], load.tokenizer_file(found))
 world = processes.World(0, 1, 0, 1, CPU)
 

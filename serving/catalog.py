@@ -296,7 +296,7 @@ def version_of(path: str) -> str:
 
 def is_finished(path: Path) -> bool:
     """Is a checkpoint the last one of a run with adapters? UserError if that cannot be read."""
-    if not checkpoint_files.adapter_settings(path):
+    if not checkpoint_files.read_adapter_settings(path):
         return False
     run_dir = path.parent.parent
     if not (run_dir / "config.json").exists():  # imported, and not trained here

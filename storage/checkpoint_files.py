@@ -180,12 +180,12 @@ def read_meta(path: Path) -> dict:
     return config.renamed(meta)
 
 
-def settings(path: Path) -> MPTConfig:
+def read_settings(path: Path) -> MPTConfig:
     """The model settings of a checkpoint. Raises UserError if they are wrong."""
     return config.from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
 
 
-def adapter_settings(path: Path) -> TrainConfig | None:
+def read_adapter_settings(path: Path) -> TrainConfig | None:
     """The settings of a checkpoint's adapters; None if it holds a whole model.
 
     Raises UserError if they are wrong.

@@ -228,10 +228,11 @@ def is_ready(recipe: Recipe) -> bool:
     return has_enough(summary, recipe.cfg.max_tokens) or has_begun(recipe.cfg)
 
 
-def checked_folder(recipe: Recipe) -> Path:
-    """The folder, once it `is_ready`; of a store, the one that `fetch.copy` fills.
+def check_folder(recipe: Recipe) -> Path:
+    """Check the shards of a recipe that `is_ready`. Returns their folder.
 
-    UserError if a shard is missing or damaged. Large ones are not read for that.
+    Of a store, that is the folder which `fetch.copy` fills, unchecked. UserError if a shard is
+    missing or damaged. Of large ones only headers and sizes are read.
     """
     folder, summary = recipe.folder, recipe.summary()
     if recipe.store:

@@ -181,8 +181,8 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
         path = checkpoint.find(str(source))
         checkpoint.require_sound(path)
         fix = f"python -m weights.peft export {program.shell(source, folder)}, or merge them first"
-        require(not checkpoint_files.adapter_settings(path), f"{source} holds adapters: {fix}")
-        cfg = checkpoint_files.settings(path)
+        require(not checkpoint_files.read_adapter_settings(path), f"{source} holds adapters: {fix}")
+        cfg = checkpoint_files.read_settings(path)
         metadata = read_metadata(path)
         tensors = weights_of(metadata)  # on the meta device
     check_format(tensors)

@@ -380,7 +380,7 @@ def test_there_and_back(base, tmp_path, capsys):
     peft.main(["import", str(tmp_path / "theirs"), str(run), f"--init_from={base}"])
     assert f"adapters of rank 4 on {base}" in capsys.readouterr().out
     step = run / "checkpoints/step-0"
-    assert checkpoint_files.adapter_settings(step) == TrainConfig(
+    assert checkpoint_files.read_adapter_settings(step) == TrainConfig(
         init_from=str(base),
         lora_rank=4,
         lora_alpha=12,
