@@ -264,7 +264,7 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = "") ->
         if not wanted.store:
             prepare.require_small(wanted)
         prepare.prepare(cfg, max_seq_len=max_seq_len, source=source)
-    return recipe.check_folder(wanted)
+    return recipe.verify_folder(wanted)
 
 
 class Part(NamedTuple):

@@ -228,7 +228,7 @@ def is_ready(recipe: Recipe) -> bool:
     return has_enough(summary, recipe.cfg.max_tokens) or has_begun(recipe.cfg)
 
 
-def check_folder(recipe: Recipe) -> Path:
+def verify_folder(recipe: Recipe) -> Path:
     """Check the shards of a recipe that `is_ready`. Returns their folder.
 
     Of a store, that is the folder which `fetch.copy` fills, unchecked. UserError if a shard is
