@@ -1,6 +1,5 @@
 """launch.pool.Pool: ranks of our own that answer, fail and die."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -45,19 +44,6 @@ class Counter:
         return lambda: None
 
 
-@pytest.fixture
-def new_pool():
-    """`new_pool(size)`: of so many processes, which end with the test."""
-    with contextlib.ExitStack() as pools:
-
-        def start(size):
-            pool = Pool(size, Counter, 3)
-            pools.callback(pool.stop)
-            return pool
-
-        yield start
-
-
 def gone(pid):
     """Whether no process has this id."""
     try:
@@ -67,8 +53,8 @@ def gone(pid):
     return False
 
 
-def test_all_answer_in_the_order_of_ranks_until_one_is_killed(new_pool):
-    pool = new_pool(2)
+def test_all_answer_in_the_order_of_ranks_until_one_is_killed():
+    pool = Pool(2, Counter, 3)
     assert [answer[:2] for answer in pool(Counter.add, 4)] == [(7, 0), (7, 1)]
     assert "RANK" not in os.environ  # ours are left alone
     os.kill(pool.processes[1].pid, signal.SIGKILL)
@@ -87,8 +73,8 @@ def test_all_answer_in_the_order_of_ranks_until_one_is_killed(new_pool):
         (1, (Counter.unreadable,), "pickle"),
     ],
 )
-def test_when_one_fails_all_end_and_the_error_says_why(new_pool, size, call, message):
-    pool = new_pool(size)
+def test_when_one_fails_all_end_and_the_error_says_why(size, call, message):
+    pool = Pool(size, Counter, 3)
     pids = [pid for _, _, pid in pool(Counter.add, 0)]
     with pytest.raises(PoolError, match=message):
         pool(*call)
