@@ -272,7 +272,7 @@ def main(argv) -> None:
     (args,) = config.load(argv, AttentionArgs)
     device = processes.pick_device(args.device, 0, 1, 1)
     require(device.type in SIZES, f"attention is not measured on {device.type}: set --device=cpu")
-    processes.keep_freed_memory()  # as training on a CPU does
+    devices.keep_freed_memory()  # as training on a CPU does
     command = f"python -m bench attention {program.shell(*argv)}".strip()
     triton = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
     name = devices.describe(device)

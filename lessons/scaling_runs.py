@@ -48,7 +48,8 @@ from lessons.pictures import FOLDER
 from program import require
 from storage import files
 from text import tokenizer as tokenizers
-from text.prepare import Recipe, prepare
+from text.prepare import prepare
+from text.recipe import Recipe
 
 GRID = FOLDER / "8-grid.jsonl"  # this machine's own
 STORED = Path(__file__).parent / "8_grid.jsonl"  # the same, trained once for those without one

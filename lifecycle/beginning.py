@@ -20,7 +20,7 @@ import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from lifecycle.resume import Start
-from model import MPT
+from model import MPT, differing
 from processes import rank_zero_decides
 from program import UserError, require
 from storage import files
@@ -70,11 +70,13 @@ def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):
 
 def prepare_data(model_cfg: MPTConfig, cfg: TrainConfig, world) -> list[Path]:
     """The checked data folders; of data in a store, the copy on this node. A collective."""
-    folders = rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
+    folders = rank_zero_decides(partial(data.open_folders, cfg, model_cfg.max_seq_len))
     if "://" in cfg.data_dir:
         from text import fetch  # here, since most runs do without
 
-        processes.each_node_does(partial(fetch.copy, cfg.data_dir, *folders), world)
+        copies = world.local_rank == 0  # the other ranks of a node wait, for as long as that takes
+        copy = partial(fetch.copy, cfg.data_dir, *folders) if copies else lambda: None
+        processes.together(copy, group=processes.new_group(processes.LONG))
     return folders
 
 
@@ -152,10 +154,9 @@ def find_base(start: Start, cfg: TrainConfig) -> dict:
 
 def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
     """FLOP/s of all devices together; None if that of one is unknown. A collective."""
-    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
-    # On the CPU, so over gloo: no watchdog runs yet that would notice a hanging NCCL.
-    peak = processes.all_sum(torch.tensor(peak or math.nan)).item()
-    return None if math.isnan(peak) else peak
+    dtype = parallel.DTYPES[precision]
+    peaks = processes.together(lambda: devices.peak_flops(cfg.peak_tflops, world.device, dtype))
+    return sum(peaks) if all(peaks) else None
 
 
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
@@ -370,7 +371,7 @@ def rate_note(cfg: TrainConfig, start) -> list[str]:
     if f"{first:.2e}" in (f"{last:.2e}", f"{expected:.2e}"):
         return []
 
-    changed = ", ".join(checkpoint.differing(optim.RATE_SETTINGS, saved, ours))
+    changed = ", ".join(differing(optim.RATE_SETTINGS, saved, ours))
     jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
     return [f"note: the checkpoint has {changed}: {jump}"]
 

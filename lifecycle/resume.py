@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import checkpoint
 import config
 import processes
 import program
-from checkpoint import comparable, differing, find, latest, number, numbered, verify
+from checkpoint import find, latest, number, numbered, verify
 from config import MPTConfig, TrainConfig, step_ranges
 from lifecycle import runlog
+from model import SAME_MODEL, comparable, different_functions, differing
 from program import UserError, require
 from storage import checkpoint_files
 from storage.checkpoint_files import read_meta
@@ -240,9 +240,9 @@ def check_same(
     fingerprint = saved["data_fingerprint"]
     is_imported = str(fingerprint).startswith("imported from")
     if is_imported:  # not trained yet: rows may be packed, or have another length
-        differences = checkpoint.different_functions(saved_cfg, model_cfg)
+        differences = different_functions(saved_cfg, model_cfg)
     else:
-        differences = differing(checkpoint.SAME_MODEL, saved, ours)
+        differences = differing(SAME_MODEL, saved, ours)
     require(not differences, f"{path} is of another model: {', '.join(differences)}. {fix}")
 
     holds_adapters = bool(meta.get("lora_rank"))

@@ -142,8 +142,8 @@ pipeline.py: test_layouts.py::test_each_layout_trains_as_one_process
 
 a checkpoint has one tensor rank's parts as if they were whole tensors
 checkpoint.py: test_resharding.py::test_each_layout_saves_the_whole_and_loads_it
-- return pieces.SavePlanner(layout)
-+ return DefaultSavePlanner()
+- return pieces.SavePlanner(layout), pieces.LoadPlanner(layout)
++ return DefaultSavePlanner(), pieces.LoadPlanner(layout)
 
 a flipped bit in a checkpoint is not noticed
 storage/checkpoint_files.py: storage/test_checkpoint_files.py

@@ -15,6 +15,7 @@ from random_adapters import write_random
 
 import checkpoint
 import config
+import data
 import lora
 import program
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig
@@ -50,7 +51,7 @@ def folder(tmp_path_factory) -> Path:
 def open_data(place) -> None:
     """Open the tokens of the text."""
     source = {"dataset": f"{place}/text.txt", "tokenizer": "bytes", "val_fraction": 0.1}
-    prepare.open_or_prepare(TrainConfig(**source, data_dir=f"{place}/tokens"), 32)
+    data.open_or_prepare(TrainConfig(**source, data_dir=f"{place}/tokens"), 32)
 
 
 def check_in_bank(adapter: str) -> None:

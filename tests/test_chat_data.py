@@ -18,13 +18,13 @@ from hypothesis.extra import numpy as arrays
 import config
 import data
 from config import MPTConfig, TrainConfig
-from data import Split, inputs_and_labels
+from data import Split, inputs_and_labels, open_or_prepare
 from lifecycle import runlog
 from loss import IGNORE
 from model import MPT, init_weights
 from text import chat, corpus
 from text import tokenizer as tokenizers
-from text.prepare import open_or_prepare, prepare, read_summary
+from text.prepare import prepare, read_summary
 from text.shards import Shard
 from weights import load
 

@@ -29,16 +29,15 @@ from hypothesis import strategies as st
 
 import data
 from config import TrainConfig, load
-from data import Split, permute, prefetch
+from data import Split, open_or_prepare, permute, prefetch
 from program import UserError
-from text import corpus, shards
+from text import shards, sources
 from text import tokenizer as tokenizers
 from text.prepare import (
     FIRST_SLICE,
     SMALL_BYTES,
     SMALL_TOKENS,
     Recipe,
-    open_or_prepare,
     prepare,
     read_summary,
 )
@@ -478,7 +477,7 @@ def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys
 
 def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
     """A copy of it looks like a change; data.py then finds that all shards are right."""
-    monkeypatch.setattr("text.prepare.HASH_BYTES", 0)
+    monkeypatch.setattr("text.recipe.HASH_BYTES", 0)
     cfg = make(TEXTS)
     folder = open_or_prepare(cfg)
     before = files(folder)
@@ -489,7 +488,7 @@ def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
     assert open_or_prepare(cfg) == folder
     after = files(folder)
     assert after.pop("dataset.json") != before.pop("dataset.json") and after == before
-    monkeypatch.setattr(corpus, "content_hash", None)  # so that nothing can read it
+    monkeypatch.setattr(sources, "content_hash", None)  # so that nothing can read it
     assert open_or_prepare(cfg) == folder
 
 
@@ -497,7 +496,7 @@ def test_prepared_tokens_need_no_text_and_may_be_old(make, tmp_path, capsys):
     """Older folders know names and sizes alone."""
     cfg = make(TEXTS)
     folder = open_or_prepare(cfg)
-    older = read_summary(folder) | {"source": corpus.sizes_hash(cfg.dataset)}
+    older = read_summary(folder) | {"source": sources.sizes_hash(cfg.dataset)}
     (folder / "dataset.json").write_text(json.dumps(older))
     before = files(folder)
     capsys.readouterr()

@@ -297,7 +297,7 @@ def read_data(path, folder):
     import numpy as np
 
     import data
-    from text.prepare import open_or_prepare
+    from data import open_or_prepare
 
     open_or_prepare(train_config(folder))
     tokens = data.Split(folder / "tokens", "train", 16).windows(np.arange(20))

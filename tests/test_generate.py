@@ -17,6 +17,7 @@ from random_adapters import write_random
 import checkpoint
 import generate as program
 from config import TrainConfig
+from storage import checkpoint_files
 from text import tokenizer as tokenizers
 from weights import hf, peft
 
@@ -115,7 +116,7 @@ def test_a_prompt_ends_at_a_line_feed_and_nowhere_else(tmp_path):
 
 def write_adapters(run, folder) -> tuple[str, str]:
     """Two PEFT folders for the model of a run, of other ranks and layers."""
-    cfg = checkpoint.settings(checkpoint.find(str(run)))
+    cfg = checkpoint_files.read_settings(checkpoint.find(str(run)))
     first = TrainConfig(init_from="any", lora_rank=4)
     second = TrainConfig(init_from="any", lora_rank=2, lora_targets="Wqkv")
     write_random(folder / "a", cfg, first, seed=0)

@@ -22,7 +22,8 @@ from data import Dataset, Mixture, Split
 from lessons import finetuned
 from lifecycle import runlog
 from text.mixture import Source, sources
-from text.prepare import SMALL_BYTES, each_source, of_mixture, prepare
+from text.prepare import SMALL_BYTES, prepare
+from text.recipe import each_source, of_mixture
 from text.shards import read_summary
 
 SEQ_LEN = 8
@@ -60,7 +61,7 @@ def make(tmp_path):
 
 
 def opened(cfg) -> Dataset:
-    return Dataset(data.open_or_prepare(cfg, SEQ_LEN), MODEL, cfg)
+    return Dataset(data.open_folders(cfg, SEQ_LEN), MODEL, cfg)
 
 
 def content(folder) -> dict:
@@ -238,7 +239,7 @@ def test_a_mixture_is_not_read_from_a_store(make):
 
 
 def open_all(cfg):
-    return data.open_or_prepare(cfg, SEQ_LEN)
+    return data.open_folders(cfg, SEQ_LEN)
 
 
 # --- folders
@@ -340,7 +341,7 @@ def test_prompts_and_responses_can_be_mixed(tmp_path):
     more = {"data_format": "chat", "packing": False, "val_fraction": 0.1, "tokenizer": "bytes"}
     cfg = TrainConfig(mix=mix, data_dir=str(tmp_path / "tokens"), **more)
     model_cfg = replace(MODEL, max_seq_len=96)
-    dataset = Dataset(data.open_or_prepare(cfg, 96), model_cfg, cfg)
+    dataset = Dataset(data.open_folders(cfg, 96), model_cfg, cfg)
     rows = dataset.train.batch(1, 0, 10)
     assert rows.shape == (10, 97) and (rows < 0).any()
     assert dataset.train.locate(np.arange(10))[0].tolist() == [0, 1] * 5

@@ -20,10 +20,11 @@ import generate
 import program
 from bench import compare
 from config import MPTConfig, TrainConfig, from_dict, load
+from data import open_or_prepare
 from evaluation import zero_shot
 from lifecycle import compiling, microbatch, plot, resume, runlog
 from processes import World
-from text.prepare import open_or_prepare, prepare, read_summary
+from text.prepare import prepare, read_summary
 from weights import load as load_weights
 
 OLD = ROOT / "tests" / "old_runs"

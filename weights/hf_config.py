@@ -34,8 +34,8 @@ import torch
 import config
 import program
 from attention import function_of
-from checkpoint import norm_of
 from config import MPTConfig
+from model import norm_of
 from program import UserError, require, say_once
 from storage import files
 from weights.tensor_files import nested, read_pickle

@@ -70,7 +70,6 @@ def wishing(world, cfg=None, signals=None, settled=True, saved_at=0.0):
         signals=signals or SimpleNamespace(stop_signal=0),
         log=SimpleNamespace(stop_signal=0),
         checkpointer=done,
-        lease=SimpleNamespace(mirror=done),
         saved_at=saved_at,
     )
 
@@ -110,7 +109,7 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
         return answers[0]
 
     nothing = (0, False, True)
-    idle = StepConsensus(0, False, all_saved=True, all_copied=True)
+    idle = StepConsensus(0, False, all_saved=True)
     assert answer(agree, nothing) == idle
     assert answer(of_all_ranks, (0.5, 2.0)) == (2.0, 0, 1.0)
     if size > 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import json_lines, refusal
 
-from text import corpus
+from text import corpus, sources
 from text.corpus import documents
 
 
@@ -49,7 +49,7 @@ def test_the_standard_library_is_a_corpus():
     texts = list(documents("stdlib"))
     assert len(texts) > 300 and sum(map(len, texts)) > 5e6
     assert len(set(texts)) > 0.9 * len(texts)
-    parts = {part for path in corpus.stdlib_files() for part in Path(path).parts}
+    parts = {part for path in sources.stdlib_files() for part in Path(path).parts}
     assert not parts & {"test", "idle_test", "site-packages"} or "site-packages" in sys.prefix
 
 
@@ -139,7 +139,7 @@ def test_byte_order_marks_are_no_text_and_line_ends_are_one_kind(write):
 def test_python_s_own_library_is_taken_as_it_is(write, monkeypatch):
     """The demo needs it on every machine, even if one of its files is in Latin-1."""
     path = write("a.py", b"\xef\xbb\xbf# caf\xe9\r\nx = 1\r")
-    monkeypatch.setattr(corpus, "stdlib_files", lambda: [path])
+    monkeypatch.setattr(sources, "stdlib_files", lambda: [path])
     assert list(documents("stdlib")) == ["\ufeff# caf\ufffd\nx = 1\n"]
 
 

@@ -17,9 +17,10 @@ import pytest
 from conftest import TORCHRUN, flags_for, launch, refusal
 from launches import FLAGS, steps_of, train_here
 
-import processes
-from config import TrainConfig
+import data
+from config import MPTConfig, TrainConfig
 from lessons import finetuned
+from lifecycle.beginning import prepare_data
 from program import RESUME_ME, StartAgain, UserError
 from storage import object_store
 from storage.object_store import open_store
@@ -267,25 +268,26 @@ def test_all_ranks_end_with_the_line_of_one(store, tiny_data, tmp_path):
     assert "was trained from s3://" in refusal(finetuned.text_of, str(tmp_path / "run"), 32)
 
 
-def copy_on_another_node(world, url, folder):
-    """`fetch.copy` on the second of two nodes; the first one has its tokens. Returns the error."""
-    world = dataclasses.replace(world, local_rank=0, local_size=1)
-    copy = functools.partial(fetch.copy, url, folder)
+def copy_on_another_node(world, cfg):
+    """`prepare_data` where rank 1 alone copies, for its node. Returns the error."""
+    world = dataclasses.replace(world, local_rank=1 - world.global_rank)
     try:
-        processes.each_node_does(copy if world.global_rank else int, world)
+        prepare_data(MPTConfig(), cfg, world)
     except UserError as error:
         return str(error), error.on_all_ranks
 
 
-def test_a_node_that_cannot_copy_ends_all_ranks(ranks, tokens, tmp_path):
+def test_a_node_that_cannot_copy_ends_all_ranks(ranks, tiny_data, tmp_path):
     """In a folder as the store."""
     url = f"file://{tmp_path}/store"
-    upload(tokens, url)
+    upload(tiny_data, url)
+    cfg = cfg_for(tiny_data, data_dir=url, data_cache=str(tmp_path / "file"))
     (tmp_path / "file").touch()
-    found = ranks(2)(copy_on_another_node, url, copy_of(tokens, tmp_path / "file"))
+    found = ranks(2)(copy_on_another_node, cfg)
     assert found[0] == found[1] and "Not a directory" in found[0][0] and found[0][1]
-    assert ranks(2)(copy_on_another_node, url, copy_of(tokens, tmp_path)) == [None, None]
-    assert is_like(copy_of(tokens, tmp_path), tokens)
+    cfg = dataclasses.replace(cfg, data_cache=str(tmp_path))
+    assert ranks(2)(copy_on_another_node, cfg) == [None, None]
+    assert is_like(copy_of(tiny_data, tmp_path), tiny_data)
 
 
 def cfg_for(tiny_data, **more) -> TrainConfig:
@@ -298,7 +300,7 @@ def test_what_rank_0_refuses(store, tiny_data, tmp_path, monkeypatch):
     """Before anything is copied."""
 
     def message(url, **more):
-        return refusal(prepare.open_or_prepare, cfg_for(tiny_data, data_dir=url, **more))
+        return refusal(data.open_or_prepare, cfg_for(tiny_data, data_dir=url, **more))
 
     upload(tiny_data, store.url)
     assert "expected s3://bucket/path" in message("ftp://bucket/tokens")

@@ -15,7 +15,6 @@ from conftest import flags_for, refusal
 from launches import train_here
 from test_hf import LIKE_TRANSFORMERS, SMALL, build, relative_error, tokens
 
-import checkpoint
 import generate
 import lora
 from config import LINEAR_LAYERS, TrainConfig
@@ -24,6 +23,7 @@ from evaluation.zero_shot import fingerprint
 from lifecycle import runlog
 from program import UserError
 from serving.decoder import Decoder
+from storage import checkpoint_files
 from storage.checkpoint_files import read_metadata
 from weights import hf, load, peft, tensor_files
 
@@ -380,7 +380,7 @@ def test_there_and_back(base, tmp_path, capsys):
     peft.main(["import", str(tmp_path / "theirs"), str(run), f"--init_from={base}"])
     assert f"adapters of rank 4 on {base}" in capsys.readouterr().out
     step = run / "checkpoints/step-0"
-    assert checkpoint.adapter_settings(step) == TrainConfig(
+    assert checkpoint_files.read_adapter_settings(step) == TrainConfig(
         init_from=str(base),
         lora_rank=4,
         lora_alpha=12,
