@@ -155,7 +155,7 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
         ids, labels = data.inputs_and_labels(rows)
         labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE  # on the CPU: a GPU would wait
         ids, labels = ids.to(world.device), labels.to(world.device)
-        with parallel.autocast(world.device, precision), parallel.uncompiled(model):
+        with parallel.autocast(world.device, precision), parallel.run_uncompiled(model):
             loss_sum += model(ids, labels=labels)
             n_tokens += (labels != IGNORE).sum()
     model.train()

@@ -99,8 +99,8 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
         import lora
 
         lora.draw(model, cfg.seed)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = optim.build_optimizer(trained, cfg)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = optim.build_optimizer(named, cfg)
     optim.require_peak_rates(optimizer, cfg)
     return model, optimizer
 
@@ -280,13 +280,10 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
 
 
-def uncompiled(model: MPT):
-    """A context for evaluation, in which compiled blocks run as they were written.
-
-    Otherwise they would be compiled once more for evaluation, and for each of the many shapes of
-    zero-shot tasks. With FlexAttention they stay compiled: it would store all T x T scores.
-    """
-    return torch.compiler.set_stance("default" if model.cfg.attn_impl == "flex" else "force_eager")
+def run_uncompiled(model: MPT):
+    """A context for evaluation: blocks run as written, but where `attention.stays_compiled`."""
+    stays = attention.stays_compiled(model.cfg.attn_impl)
+    return torch.compiler.set_stance("default" if stays else "force_eager")
 
 
 def seed_dropout(cfg: TrainConfig, step: int, world) -> None:

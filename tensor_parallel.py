@@ -40,6 +40,7 @@ Run `torchrun --nproc_per_node 2 tensor_parallel.py` to see two ranks compute wh
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,7 @@ from loss import (
     loss_rows,
 )
 from model import MPT, Attention, LayerNorm, init_weights
-from program import arguments, require
+from program import UserError, arguments, require
 
 # --------------------------------------------------------------------------------------------------
 # Where a rank's part lies
@@ -397,10 +398,19 @@ class SplitPositions(nn.Embedding):
 class SplitMPT(MPT):
     """A model whose output layer is cut by vocabulary. `layout`: see `Layout`."""
 
-    def loss(self, x, labels, z_loss):
-        """As in model.py, but the loss of a label beyond the vocabulary is NaN."""
+    @property
+    def output_weight(self):
+        """UserError: what reads the whole weight, such as a loss of one's own, is refused."""
+        raise UserError(
+            "with --tp a rank has only a part of the output weight: compute another loss from "
+            "self.logits(x), or set --tp=1",
+            on_all_ranks=True,
+        )
+
+    def cross_entropy(self, x, labels, z_loss):
+        """The sum of the token cross-entropies. It is NaN if a label is beyond the vocabulary."""
         x = enter(x.to(autocast_dtype(x)), self)
-        weight, scale = self.output_weight, self.logit_scale
+        weight, scale = self.output_layer.weight, self.logit_scale
         loss_of = functools.partial(chunk_loss, team=self.team, first_id=self.first_id)
         rows = loss_rows(self.widest_part, x.device)
         loss = linear_cross_entropy(x, weight, labels, scale, z_loss, loss_of, rows)
@@ -414,9 +424,9 @@ class SplitMPT(MPT):
 
     @torch.no_grad()
     def score(self, x, labels):
-        """As in model.py."""
+        """Log-probability of each label, and whether it is the most likely token, (B, T) each."""
         log_probs, greedy = [], []
-        weight = self.output_weight.to(autocast_dtype(x))
+        weight = self.output_layer.weight.to(autocast_dtype(x))
         rows = chunk_rows(self.widest_part)
         flat_labels = labels.flatten()
         for x_chunk, label in zip(
@@ -446,16 +456,25 @@ class SplitMPT(MPT):
         return all_reduce(candidate, self.team, dist.ReduceOp.MIN)
 
     def logits(self, x):
-        """As in model.py: all ranks have the logits of the whole vocabulary."""
-        own = super().logits(enter(x, self))  # (B, T, V / n)
+        """Hidden states (B, T, d_model) -> (B, T, V): all ranks have those of the vocabulary."""
+        own = F.linear(enter(x, self), self.output_layer.weight)  # (B, T, V / n)
+        if self.logit_scale is not None:
+            own = own * self.logit_scale
+        return Exchange.apply(own, self.team, self.gather_vocabulary, self.take_own_ids)
+
+    def gather_vocabulary(self, own, team: Team):
+        """The logits of all ranks, in order of ids: (B, T, V / n) -> (B, T, V)."""
         padded = F.pad(own, (0, self.widest_part - own.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(self.team.size)]
-        dist.all_gather(parts, padded, self.team.group)
-        widths = []
-        for rank in range(self.team.size):
-            _, ((begin, end),) = Layout(self.cfg, rank, self.team.size).spans("wte.weight")
-            widths.append(end - begin)
+        parts = [torch.empty_like(padded) for _ in range(team.size)]
+        dist.all_gather(parts, padded, team.group)
+        layouts = [Layout(self.cfg, rank, team.size) for rank in range(team.size)]
+        ends = [layout.spans("wte.weight")[1][0][1] for layout in layouts]
+        widths = [end - begin for begin, end in itertools.pairwise([0, *ends])]
         return torch.cat([part[..., :n] for part, n in zip(parts, widths, strict=True)], dim=-1)
+
+    def take_own_ids(self, grad, team: Team):
+        """The gradient of this rank's logits: all ranks have the whole one, (B, T, V)."""
+        return grad[..., self.first_id : self.first_id + len(self.output_layer.weight)]
 
 
 # --------------------------------------------------------------------------------------------------

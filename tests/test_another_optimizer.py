@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags_for, slowly
-from launches import SIZE, same, train_here
+from conftest import slowly
+from launches import same
 from test_checkpoint import META
 from test_parallel import RUN, build, full_weights, global_rows, rows_of
 
@@ -45,7 +45,7 @@ def in_two_groups(params, faster=4):
 
 
 MADE = {
-    "AdamW": lambda params: optim.build_optimizer(params, RUN),
+    "AdamW": lambda params: optim.build_optimizer(enumerate(params), RUN),
     "AdamW, not fused": lambda params: torch.optim.AdamW(params, 1e-3, fused=False),
     "AMSGrad": lambda params: torch.optim.Adam(params, 1e-3, fused=True, amsgrad=True),
     "SGD": lambda params: torch.optim.SGD(params, 1e-3),
@@ -229,32 +229,3 @@ def test_a_checkpoint_that_names_no_optimizer_is_of_adamw(ranks, tmp_path):
     assert ranks(1)(load_as, "AdamW", tmp_path) == [""]
     (error,) = ranks(1)(load_as, "Lion", tmp_path)
     assert "was saved with the optimizer AdamW (exp_avg," in error
-
-
-# --- As a fork runs it
-
-
-def with_lion(world):
-    """The one edit that a fork makes."""
-    return mock.patch.object(optim, "build_optimizer", lambda params, cfg: Lion(params, cfg.lr))
-
-
-def test_a_run_with_lion(ranks, tiny_data, tmp_path):
-    """It prints once that each step waits, resumes from its checkpoint, and AdamW does not."""
-    waits = "each step waits for the device"
-    flags = [*SIZE, *flags_for(tiny_data), f"--run_dir={tmp_path}", "--device=cpu"]
-    flags += ["--precision=fp32", "--lr=1e-3", "--global_batch_size=4", "--warmup_steps=1"]
-    flags += ["--max_steps=2", "--eval_tokens=100", "--keep_last=9"]
-    for steps in (2, 3):
-        longer = [*flags, f"--max_steps={steps}"]
-        status, message, printed = ranks(2)(train_here, longer, with_lion)[0]
-        assert status == 0, message
-        assert printed.count(waits) == 1
-
-    status, message, _ = ranks(2)(train_here, [*flags, "--max_steps=4"])[0]
-    assert status == 2 and "optimizer Lion (mean), here it is AdamW (exp_avg" in message
-    assert "step-3" in message
-
-    status, message, printed = ranks(2)(train_here, [*flags, f"--run_dir={tmp_path / 'new'}"])[0]
-    assert status == 0, message
-    assert waits not in printed

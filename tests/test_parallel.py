@@ -55,7 +55,7 @@ def build_plain(cfg, model_cfg=MODEL):
     """The same without anything of parallel.py."""
     model = MPT(model_cfg)
     init_weights(model, cfg.seed)
-    return model, optim.build_optimizer(model.parameters(), cfg)
+    return model, optim.build_optimizer(model.named_parameters(), cfg)
 
 
 def global_rows(step, cfg=RUN, model_cfg=MODEL, ignore=False):
