@@ -15,10 +15,6 @@ little without its convention: CONVENTIONS has others, and the program prints th
 
     python flops.py configs/mpt7b.py --device=mi250 --tokens_per_second=1922
 
-Or from a size in place of a model; --n_layers, --d_model and --max_seq_len add its attention:
-
-    python flops.py --n_params=405e9 --frozen --device=mi300x --devices=8 --tokens_per_second=34.1
-
 `flops_by_pass` counts each matmul, as torch does.
 """
 
@@ -270,13 +266,12 @@ LORA_CONVENTION = "LoRA: every matmul of its step, at most 4 N + 6 N_lora + 12 L
 
 
 def flops_of(
-    cfg: MPTConfig, convention: str = "foundry", train: TrainConfig | None = None, frozen=False
+    cfg: MPTConfig, convention: str = "foundry", train: TrainConfig | None = None
 ) -> tuple[float, float]:
     """FLOPs of training on a token, and the same with the forwards that are computed again.
 
     convention: a key of CONVENTIONS. train: without it all weights train, and nothing is computed
-    again. frozen: no weight trains, but something before block 0 does. UserError if more blocks are
-    to be adapted than there are.
+    again. UserError if more blocks are to be adapted than there are.
     """
     row = CONVENTIONS[convention]
     train = train or TrainConfig()
@@ -293,18 +288,8 @@ def flops_of(
         n = n_again + cfg.vocab_size * cfg.d_model
     again = [i for i in range(L) if checkpointing_of(train, i) == "full"]
     l_d_s = L * cfg.d_model * attended_keys(cfg)
-    return flops_of_size(n, l_d_s, row, frozen, len(again) / L, n_again)
-
-
-def flops_of_size(
-    n: int, l_d_s: int, row: Convention, frozen: bool, again: float, n_again: int
-) -> tuple[float, float]:
-    """`flops_of` n parameters. l_d_s: L d S.
-
-    again: the share of the forward of n_again parameters that is computed again.
-    """
-    once = (4 if frozen else 6) * n + row.both_passes * l_d_s
-    return once, once + again * (2 * n_again + row.forward * l_d_s)
+    once = 6 * n + row.both_passes * l_d_s
+    return once, once + len(again) / L * (2 * n_again + row.forward * l_d_s)
 
 
 def flops_with_adapters(cfg: MPTConfig, row: Convention, train: TrainConfig) -> tuple[int, int]:
@@ -403,8 +388,6 @@ class FlopsArgs:
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
     convention: str = "foundry"  # of the MFU in JSON: foundry, causal, 6nd, megatron, ...
-    frozen: bool = False  # no weight trains; something before block 0 does
-    n_params: int | None = None  # in place of a model; n_layers, d_model, max_seq_len add attention
     json: bool = False  # print JSON
 
     def check(self) -> None:
@@ -412,45 +395,8 @@ class FlopsArgs:
         listed("convention", self.convention, CONVENTIONS)
 
 
-@dataclass
-class ShapeArgs:
-    """The attention of a model of which only --n_params is known; 0: not given."""
-
-    n_layers: int = 0  # L
-    d_model: int = 0  # d: the width of all heads together
-    max_seq_len: int = 0  # S
-
-    def l_d_s(self) -> int:
-        """L d S; 0 if nothing is given. UserError if something is missing."""
-        missing = " ".join(f"--{name}=..." for name, value in vars(self).items() if not value)
-        complete = not missing or not any(vars(self).values())
-        require(complete, f"the FLOPs of attention, 12 L d S, need {missing}")
-        return self.n_layers * self.d_model * self.max_seq_len
-
-
 # --------------------------------------------------------------------------------------------------
 # The report
-
-
-def counts_of_size(
-    n: int, shape: ShapeArgs, train: TrainConfig, frozen: bool
-) -> dict[str, tuple[int, int]]:
-    """{convention: `flops_of` n parameters}, for the conventions that need no model.
-
-    The adapters of --lora_rank are left out: well under 1 % of a model. UserError if some blocks
-    are to differ from others.
-    """
-    differ = train.lora_last_blocks or train.lora_train or train.recompute_every > 1
-    fix = "name a config file in place of --n_params"
-    require(not differ, f"which blocks train or are computed again needs a model: {fix}")
-    l_d_s = shape.l_d_s()
-    counts = {}
-    for name, row in CONVENTIONS.items():
-        if name == "6nd" or (l_d_s and not row.matmuls_only):
-            again = train.activation_checkpointing == "full"
-            no_gradient = frozen or bool(train.lora_rank)
-            counts[name] = flops_of_size(n, l_d_s, row, no_gradient, again, n)
-    return counts
 
 
 def find_peak(args: FlopsArgs, train: TrainConfig) -> tuple[str, float | None, float | None]:
@@ -470,22 +416,17 @@ def find_peak(args: FlopsArgs, train: TrainConfig) -> tuple[str, float | None, f
     return name, None, None
 
 
-def report(
-    cfg: MPTConfig | None, train: TrainConfig, counted: dict[str, tuple], args: FlopsArgs
-) -> dict:
-    """All figures. `flops_per_token`, `mfu` and `hfu` are those of --convention.
-
-    counted: {convention: what `flops_of` returns}.
-    """
+def report(cfg: MPTConfig, train: TrainConfig, args: FlopsArgs) -> dict:
+    """All figures. `flops_per_token`, `mfu` and `hfu` are those of --convention."""
     device, peak, reachable = find_peak(args, train)
     rate = args.tokens_per_second / args.devices  # of one device
     conventions = {}
-    for name, (once, with_recomputed) in counted.items():
-        formula = CONVENTIONS[name].formula
-        if args.frozen or train.lora_rank:
-            most, adapters = ("at most ", " + 6 N_lora") if train.lora_rank and cfg else ("", "")
+    for name, row in CONVENTIONS.items():
+        once, with_recomputed = flops_of(cfg, name, train)
+        formula = row.formula
+        if train.lora_rank:
             for weights in ("N", "M"):
-                formula = formula.replace(f"6 {weights}", f"{most}4 {weights}{adapters}")
+                formula = formula.replace(f"6 {weights}", f"at most 4 {weights} + 6 N_lora")
         conventions[name] = {
             "formula": formula,
             "flops_per_token": once,
@@ -493,14 +434,12 @@ def report(
             "mfu": peak and rate * once / peak,
             "hfu": peak and rate * with_recomputed / peak,
         }
-    has_it = args.convention in conventions or args.convention == "foundry"
-    require(has_it, f"--convention={args.convention} needs a model, or at least its attention")
-    first = conventions.get(args.convention) or conventions["6nd"]
-    causal = conventions.get("causal", first)["hfu"]
+    first = conventions[args.convention]
+    causal = conventions["causal"]["hfu"]
     return {
-        "n_params": n_params(cfg) if cfg else args.n_params,
-        "params": params_by_part(cfg) if cfg else {},
-        "n_lora": n_lora(cfg, train) if cfg else None,
+        "n_params": n_params(cfg),
+        "params": params_by_part(cfg),
+        "n_lora": n_lora(cfg, train),
         "device": device,
         "devices": args.devices,
         "peak_tflops": peak and peak / 1e12,
@@ -579,23 +518,12 @@ def with_base(argv: list[str]) -> list[str]:
 
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
-    cfg = None
-    argv = config.joined(with_base(argv), MPTConfig, TrainConfig, FlopsArgs)
-    if "n_params" in map(flag_name, argv):
-        files = [word for word in argv if not word.startswith("-")]
-        require(not files, f"--n_params takes the place of a model: remove {' '.join(files)}")
-        shape, train, args = config.load(argv, ShapeArgs, TrainConfig, FlopsArgs)
-        counted = counts_of_size(args.n_params, shape, train, args.frozen)
-    else:
-        cfg, train, args = config.load(argv, MPTConfig, TrainConfig, FlopsArgs)
-        counted = {name: flops_of(cfg, name, train, args.frozen) for name in CONVENTIONS}
-
-    figures = report(cfg, train, counted, args)
+    cfg, train, args = config.load(with_base(argv), MPTConfig, TrainConfig, FlopsArgs)
+    figures = report(cfg, train, args)
     if args.json:
         print(json.dumps(figures, indent=2))
         return
-    if cfg:
-        print(params_table(cfg, figures))
+    print(params_table(cfg, figures))
     print(convention_table(figures), device_lines(figures), sep="\n\n")
 
 

@@ -78,9 +78,10 @@ def require_peak_rates(optimizer: torch.optim.Optimizer, cfg: TrainConfig) -> No
 
 
 def step_if_good(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
-    """Take one optimizer step. A bad one changes no weight and no state.
+    """`if good: optimizer.step()`, but the CPU does not wait to know, where the kernel can skip.
 
-    good: a bool scalar on the device; False if the loss or the gradient norm is not finite.
+    good: a bool scalar on the device; False if the loss or the gradient norm is not finite. A bad
+    step changes no weight and no state.
     """
     if skips_on_device(optimizer):
         # GradScaler's hook: fused AdamW skips the update when found_inf is set. The kernel reads

@@ -27,8 +27,9 @@ of bytes, and 1/n of the memory for activations between these pairs of matmuls. 
 see only some of the tokens, so their gradients are added up at the end (`sum_partial_gradients`).
 Evaluation does not use it: the number of its tokens need not be a multiple of n.
 
-Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial weights,
-checkpoints, the gradient norm and the weights of other projects all follow it.
+Below, first the two cut layers, then the collectives around them, the rest of the model and its
+loss. Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial
+weights, checkpoints, the gradient norm and the weights of other projects all follow it.
 
 Not here: the loss kernel of gpu_kernels/, which turns logits into their gradient at once, while
 here the ranks must first add up each row's sum of exponentials; compiled blocks, which the
@@ -40,7 +41,6 @@ Run `torchrun --nproc_per_node 2 tensor_parallel.py` to see two ranks compute wh
 """
 
 import functools
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -64,155 +64,33 @@ from model import MPT, Attention, LayerNorm, init_weights
 from program import UserError, arguments, require
 
 # --------------------------------------------------------------------------------------------------
-# Where a rank's part lies
+# The two cut layers. `cut` changes a layer's class: it keeps its name and its part of the weights,
+# and gets this forward.
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which part of each tensor of a model the tensor rank `rank` of `size` has."""
+class ColumnLinear(nn.Linear):
+    """X W_i: the output features of this rank."""
 
-    cfg: MPTConfig
-    rank: int = 0
-    size: int = 1
+    def forward(self, x):
+        """x (B, T, in), or this rank's tokens of it -> (B, T, out / n)."""
+        return self.share(enter(x.to(autocast_dtype(x)), self))  # norms may return fp32
 
-    def spans(self, name: str) -> tuple[int, list[tuple[int, int]]] | None:
-        """(dim, [(begin, end), ...]): this rank's rows (dim 0) or columns (dim 1) of the whole.
-
-        name: of a parameter, such as transformer.blocks.0.attn.Wqkv.weight, whose rows are those of
-        q, k and v: three spans. None: every rank has the whole tensor.
-        """
-        if self.size == 1:
-            return None
-        cfg, n = self.cfg, self.size
-        kv_dim = cfg.n_kv_heads * cfg.head_dim
-        n_kv = 1 if self.shares_kv else n
-        rows = {  # sections of the rows, in order: (length, parts it is cut into)
-            "wte": [(cfg.vocab_size, n)],
-            "lm_head": [(cfg.vocab_size, n)],
-            "Wqkv": [(cfg.d_model, n), (kv_dim, n_kv), (kv_dim, n_kv)],
-            "q_ln": [(cfg.d_model, n)],
-            "k_ln": [(kv_dim, n_kv)],
-            "up_proj": [(cfg.hidden_dim, n)],
-        }
-        columns = {"out_proj": [(cfg.d_model, n)], "down_proj": [(cfg.hidden_dim, n)]}
-        *_, module, leaf = name.split(".")
-        if module in rows and leaf != "lora_A":
-            return 0, self.parts_of(rows[module])
-        if module in columns and leaf in ("weight", "lora_A"):
-            return 1, self.parts_of(columns[module])
-        return None
-
-    def parts_of(self, sections: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """This rank's part of each section. A section of one part is whole on every rank."""
-        spans, start = [], 0
-        for length, n_parts in sections:
-            part = self.rank if n_parts > 1 else 0
-            begin = start + length * part // n_parts
-            end = start + length * (part + 1) // n_parts
-            spans.append((begin, end))
-            start += length
-        return spans
-
-    @property
-    def shares_kv(self) -> bool:
-        """Whether all ranks have the same keys and values: of a single head (MQA)."""
-        return self.cfg.n_kv_heads == 1
-
-    def is_shared(self, name: str, corner: tuple[int, ...]) -> bool:
-        """Whether every rank has the piece that begins at `corner`."""
-        if self.spans(name) is None:
-            return True
-        module = name.split(".")[-2]
-        of_kv = module == "k_ln" or (module == "Wqkv" and corner[0] >= self.cfg.d_model)
-        return self.shares_kv and of_kv
-
-    def whole_shape(self, name: str, shape) -> torch.Size:
-        """The shape of the whole tensor of which a part has this shape."""
-        shape = list(shape)
-        if found := self.spans(name):
-            dim, _ = found
-            shape[dim] = self.whole_length(name)
-        return torch.Size(shape)
-
-    def whole_length(self, name: str) -> int:
-        """The length of a whole tensor along the dimension that is cut."""
-        last_rank = Layout(self.cfg, self.size - 1, self.size)
-        _, spans = last_rank.spans(name)
-        return spans[-1][1]
-
-    def first_row(self, name: str) -> int:
-        """Which row of the whole tensor is the first of this rank's part."""
-        _, spans = self.spans(name)
-        begin, _ = spans[0]
-        return begin
-
-    def fits(self, name: str, part) -> bool:
-        """Whether a tensor has the length that this rank's part of the whole has."""
-        dim, spans = self.spans(name)
-        return part.dim() > dim and part.shape[dim] == sum(end - begin for begin, end in spans)
-
-    def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor."""
-        found = self.spans(name)
-        if not found:
-            return whole
-        dim, spans = found
-        return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in spans], dim)
-
-    def pieces(self, name: str, value: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """[(corner in the whole tensor, view of this rank's memory), ...].
-
-        value: this rank's part, a plain tensor or a DTensor whose rows FSDP has sharded.
-        """
-        local, first_row = value, 0
-        if isinstance(value, DTensor):
-            local = value.to_local()
-            chunks = value.__create_chunk_list__()
-            first_row = chunks[0].offsets[0] if chunks else 0
-        found = self.spans(name)
-        if not found:
-            return [((first_row, *[0] * (local.dim() - 1)), local)] if local.numel() else []
-        dim, spans = found
-        if dim == 1:
-            return [((first_row, spans[0][0]), local)] if local.numel() else []
-
-        pieces, place = [], 0  # place: of the span in this tensor rank's part
-        for begin, end in spans:
-            first = max(place, first_row)
-            last = min(place + end - begin, first_row + len(local))
-            if first < last:
-                corner = (begin + first - place, *[0] * (local.dim() - 1))
-                pieces.append((corner, local[first - first_row : last - first_row]))
-            place += end - begin
-        return pieces
-
-    def copy_part(self, name: str, param: torch.Tensor, whole: torch.Tensor) -> None:
-        """Fill a parameter, sharded by FSDP or not, with this rank's part of the whole tensor."""
-        for corner, piece in self.pieces(name, param):
-            place = [slice(begin, begin + n) for begin, n in zip(corner, piece.shape, strict=True)]
-            piece.copy_(whole[tuple(place)])
-
-    def counted(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
-        """Views of this rank's part. Together, the tensor ranks' views have each value once."""
-        if self.rank > 0 and self.spans(name) is None:
-            return []
-        if self.rank > 0 and self.shares_kv:
-            pieces = self.pieces(name, value)
-            return [view for corner, view in pieces if not self.is_shared(name, corner)]
-        return [value.to_local() if isinstance(value, DTensor) else value]
+    def share(self, x):
+        """X W_i and this rank's biases: x (B, T, in) -> (B, T, out / n)."""
+        return F.linear(x, self.weight, self.bias)
 
 
-WHOLE = Layout(MPTConfig())  # of any model that is not cut
+class RowLinear(nn.Linear):
+    """The sum of Y_i U_i, and the bias once."""
 
+    def forward(self, y):
+        """y (B, T, in / n) -> (B, T, out), or this rank's tokens of it."""
+        z = leave(self.share(y), self)
+        return z if self.bias is None else z + self.bias.to(z.dtype)
 
-def layout_of(model: MPT) -> Layout:
-    """How a model is cut over the tensor ranks."""
-    return model.layout if isinstance(model, SplitMPT) else WHOLE
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is the A or B of an adapter (lora.py)."""
-    return name.endswith((".lora_A", ".lora_B"))
+    def share(self, y):
+        """Y_i U_i: y (B, T, in / n) -> (B, T, out)."""
+        return F.linear(y, self.weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,7 +117,7 @@ def all_reduce(x, team: Team, operation=dist.ReduceOp.SUM):
     return x
 
 
-def unchanged(x, team: Team):
+def pass_on(x, team: Team):
     """x itself: the other ranks have the same."""
     return x.view_as(x)
 
@@ -283,7 +161,7 @@ def splits_tokens(module) -> bool:
 
 def enter(x, module):
     """The input of a column-parallel layer: all tokens on every rank, (B, T, D)."""
-    there, back = unchanged, all_reduce
+    there, back = pass_on, all_reduce
     if splits_tokens(module):
         there, back = gather_tokens, sum_and_scatter_tokens
     return Exchange.apply(x, module.team, there, back)
@@ -294,7 +172,7 @@ def leave(x, module):
 
     With sequence parallelism only this rank's tokens of the sum, (B, T / n, D).
     """
-    there, back = all_reduce, unchanged
+    there, back = all_reduce, pass_on
     if splits_tokens(module):
         there, back = sum_and_scatter_tokens, gather_tokens
     return Exchange.apply(x, module.team, there, back)
@@ -306,40 +184,14 @@ def sum_both_ways(x, team: Team):
 
 
 # --------------------------------------------------------------------------------------------------
-# The cut layers. `cut` changes a layer's class: it keeps its name and its part of the weights, and
-# gets this forward.
-
-
-class ColumnLinear(nn.Linear):
-    """X W_i: the output features of this rank."""
-
-    def forward(self, x):
-        """x (B, T, in), or this rank's tokens of it -> (B, T, out / n)."""
-        return self.share(enter(x.to(autocast_dtype(x)), self))  # norms may return fp32
-
-    def share(self, x):
-        """X W_i and this rank's biases: x (B, T, in) -> (B, T, out / n)."""
-        return F.linear(x, self.weight, self.bias)
-
-
-class RowLinear(nn.Linear):
-    """The sum of Y_i U_i, and the bias once."""
-
-    def forward(self, y):
-        """y (B, T, in / n) -> (B, T, out), or this rank's tokens of it."""
-        z = leave(self.share(y), self)
-        return z if self.bias is None else z + self.bias.to(z.dtype)
-
-    def share(self, y):
-        """Y_i U_i: y (B, T, in / n) -> (B, T, out)."""
-        return F.linear(y, self.weight)
+# The other cut layers, and the model
 
 
 class SplitAttention(Attention):
     """Attention for this rank's heads."""
 
     def forward(self, x, positions, cache=None, layer=0):
-        """As in model.py. ALiBi's slopes are those of this rank's heads."""
+        """x (B, T, d_model) -> (B, T, d_model), with the ALiBi slopes of this rank's heads."""
         if positions.slopes is not None:
             n_heads = self.q_dim // self.cfg.head_dim
             first = self.team.rank * n_heads
@@ -467,10 +319,10 @@ class SplitMPT(MPT):
         padded = F.pad(own, (0, self.widest_part - own.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(team.size)]
         dist.all_gather(parts, padded, team.group)
-        layouts = [Layout(self.cfg, rank, team.size) for rank in range(team.size)]
-        ends = [layout.spans("wte.weight")[1][0][1] for layout in layouts]
-        widths = [end - begin for begin, end in itertools.pairwise([0, *ends])]
-        return torch.cat([part[..., :n] for part, n in zip(parts, widths, strict=True)], dim=-1)
+        for rank in range(team.size):
+            _, ((begin, end),) = Layout(self.cfg, rank, team.size).spans("wte.weight")
+            parts[rank] = parts[rank][..., : end - begin]
+        return torch.cat(parts, dim=-1)
 
     def take_own_ids(self, grad, team: Team):
         """The gradient of this rank's logits: all ranks have the whole one, (B, T, V)."""
@@ -504,7 +356,7 @@ def softmax_(logits, labels, team: Team):
 
 
 def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, first_id: int):
-    """loss.chunk_loss with the vocabulary cut over the team. Arguments as there, and:
+    """The loss of one chunk, with the vocabulary cut over the team: see loss.chunk_loss.
 
     weight: (V / n, D), from the id first_id on. x is the same on all ranks; grad_x is this rank's
     part of a sum, grad_w is complete, since each row of the weight belongs to one rank.
@@ -529,6 +381,161 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, fir
     del probs
     add_products(grad, x, weight, counted, grad_x, grad_w)
     return loss
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a rank's part lies
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which part of each tensor of a model the tensor rank `rank` of `size` has."""
+
+    cfg: MPTConfig
+    rank: int = 0
+    size: int = 1
+
+    def spans(self, name: str) -> tuple[int, list[tuple[int, int]]] | None:
+        """(dim, [(begin, end), ...]): this rank's rows (dim 0) or columns (dim 1) of the whole.
+
+        None: every rank has the whole tensor. name: of a parameter. For 4 heads of 8 channels, the
+        rows of ...attn.Wqkv.weight are 0..31 of q, 32..63 of k, 64..95 of v. Rank 1 of 2 has heads
+        2 and 3 of each:
+
+            (0, [(16, 32), (48, 64), (80, 96)])
+        """
+        if self.size == 1:
+            return None
+        cfg, n = self.cfg, self.size
+        kv_dim = cfg.n_kv_heads * cfg.head_dim
+        n_kv = 1 if self.shares_kv else n
+        rows = {  # sections of the rows, in order: (length, parts it is cut into)
+            "wte": [(cfg.vocab_size, n)],
+            "lm_head": [(cfg.vocab_size, n)],
+            "Wqkv": [(cfg.d_model, n), (kv_dim, n_kv), (kv_dim, n_kv)],
+            "q_ln": [(cfg.d_model, n)],
+            "k_ln": [(kv_dim, n_kv)],
+            "up_proj": [(cfg.hidden_dim, n)],
+        }
+        columns = {"out_proj": [(cfg.d_model, n)], "down_proj": [(cfg.hidden_dim, n)]}
+        *_, module, leaf = name.split(".")
+        if module in rows and leaf != "lora_A":
+            return 0, self.parts_of(rows[module])
+        if module in columns and leaf in ("weight", "lora_A"):
+            return 1, self.parts_of(columns[module])
+        return None
+
+    def parts_of(self, sections: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """This rank's part of each section. A section of one part is whole on every rank."""
+        spans, start = [], 0
+        for length, n_parts in sections:
+            part = self.rank if n_parts > 1 else 0
+            begin = start + length * part // n_parts
+            end = start + length * (part + 1) // n_parts
+            spans.append((begin, end))
+            start += length
+        return spans
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether all ranks have the same keys and values: of a single head (MQA)."""
+        return self.cfg.n_kv_heads == 1
+
+    def is_shared(self, name: str, corner: tuple[int, ...]) -> bool:
+        """Whether every rank has the piece that begins at `corner`."""
+        if self.spans(name) is None:
+            return True
+        module = name.split(".")[-2]
+        of_kv = module == "k_ln" or (module == "Wqkv" and corner[0] >= self.cfg.d_model)
+        return self.shares_kv and of_kv
+
+    def whole_shape(self, name: str, shape) -> torch.Size:
+        """The shape of the whole tensor of which a part has this shape."""
+        shape = list(shape)
+        if found := self.spans(name):
+            dim, _ = found
+            shape[dim] = self.whole_length(name)
+        return torch.Size(shape)
+
+    def whole_length(self, name: str) -> int:
+        """The length of a whole tensor along the dimension that is cut."""
+        last_rank = Layout(self.cfg, self.size - 1, self.size)
+        _, spans = last_rank.spans(name)
+        return spans[-1][1]
+
+    def first_row(self, name: str) -> int:
+        """Which row of the whole tensor is the first of this rank's part."""
+        _, spans = self.spans(name)
+        begin, _ = spans[0]
+        return begin
+
+    def fits(self, name: str, part) -> bool:
+        """Whether a tensor has the length that this rank's part of the whole has."""
+        dim, spans = self.spans(name)
+        return part.dim() > dim and part.shape[dim] == sum(end - begin for begin, end in spans)
+
+    def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        found = self.spans(name)
+        if not found:
+            return whole
+        dim, spans = found
+        return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in spans], dim)
+
+    def pieces(self, name: str, value: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """[(corner in the whole tensor, view of this rank's memory), ...].
+
+        value: this rank's part, a plain tensor or a DTensor whose rows FSDP has sharded.
+        """
+        local, first_row = value, 0
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            chunks = value.__create_chunk_list__()
+            first_row = chunks[0].offsets[0] if chunks else 0
+        found = self.spans(name)
+        if not found:
+            return [((first_row, *[0] * (local.dim() - 1)), local)] if local.numel() else []
+        dim, spans = found
+        if dim == 1:
+            return [((first_row, spans[0][0]), local)] if local.numel() else []
+
+        pieces, place = [], 0  # place: of the span in this tensor rank's part
+        for begin, end in spans:
+            first = max(place, first_row)
+            last = min(place + end - begin, first_row + len(local))
+            if first < last:
+                corner = (begin + first - place, *[0] * (local.dim() - 1))
+                pieces.append((corner, local[first - first_row : last - first_row]))
+            place += end - begin
+        return pieces
+
+    def copy_part(self, name: str, param: torch.Tensor, whole: torch.Tensor) -> None:
+        """Fill a parameter, sharded by FSDP or not, with this rank's part of the whole tensor."""
+        for corner, piece in self.pieces(name, param):
+            place = [slice(begin, begin + n) for begin, n in zip(corner, piece.shape, strict=True)]
+            piece.copy_(whole[tuple(place)])
+
+    def counted_parts(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
+        """Views of this rank's part. Together, the tensor ranks' views have each value once."""
+        if self.rank > 0 and self.spans(name) is None:
+            return []
+        if self.rank > 0 and self.shares_kv:
+            pieces = self.pieces(name, value)
+            return [view for corner, view in pieces if not self.is_shared(name, corner)]
+        return [value.to_local() if isinstance(value, DTensor) else value]
+
+
+WHOLE = Layout(MPTConfig())  # of any model that is not cut
+
+
+def layout_of(model: MPT) -> Layout:
+    """How a model is cut over the tensor ranks."""
+    return model.layout if isinstance(model, SplitMPT) else WHOLE
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is the A or B of an adapter (lora.py)."""
+    return name.endswith((".lora_A", ".lora_B"))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -552,7 +552,7 @@ def gathered_copies(rank: Rank, now: Microbatch) -> list[Row]:
 def cast_copies(rank: Rank) -> list[Row]:
     """bf16 copies of the fp32 weights of blocks, which autocast makes on one data-parallel rank.
 
-    The graph keeps them until the block's backward, or parallel.weights_cast_once until the last
+    The graph keeps them until the block's backward, or parallel.cast_weights_once until the last
     one of all microbatches. A block that is recomputed makes them again.
     """
     if rank.width == 4:

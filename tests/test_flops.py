@@ -180,17 +180,15 @@ def test_gpt3_3_14e23_flops():
 
 
 def test_frozen_weights_and_adapters():
-    """Frozen weights have no gradient: 4 N. Attention costs as much as ever.
+    """Frozen weights have no gradient: 4 N and not 6 N. Attention costs as much as ever.
 
     An adapter of rank r on a linear layer of i x o has r (i + o) parameters. With adapters every
     matmul counts, and no other parameter: nothing needs the gradient of the first layer's input.
     """
     cfg = mpt("1b")
-    n = SIZES["1b"][3]
     d = 2048
     attention = 12 * 24 * d * 2048
 
-    assert flops.flops_of(cfg, frozen=True)[0] == 4 * n + attention
     lora = TrainConfig(lora_rank=16, lora_targets="Wqkv,down_proj", activation_checkpointing="full")
     n_lora = 24 * 16 * (d + 3 * d + 4 * d + d)
     assert flops.n_lora(cfg, lora) == n_lora
@@ -260,48 +258,6 @@ def test_the_mfu_by_every_convention(capsys):
     causal = found(capsys, f"{run} --convention=causal")
     assert causal["mfu"] == figures["conventions"]["causal"]["mfu"] < figures["mfu"]
 
-    # The same from its size and the shape of its attention.
-    of_size = found(
-        capsys,
-        f"""--n_params={SIZES["7b"][3]} --n_layers=32 --d_model=4096
-        --max_seq_len=2048 --activation_checkpointing=full --device=mi250
-        --tokens_per_second=1922""",
-    )["conventions"]
-    assert figures["conventions"].keys() - of_size.keys() == {"megatron"}
-    for name, row in of_size.items():
-        assert row == pytest.approx(figures["conventions"][name])
-
-
-THREAD = "--n_params=405e9 --tokens_per_second=34.1 --devices=8 --device=mi300x"
-
-
-@pytest.mark.parametrize("flags, mfu, hfu", [
-    ("", "0.80%", "0.80%"),
-    ("--frozen", "0.53%", "0.53%"),
-    ("--lora_rank=16", "0.53%", "0.53%"),
-    ("--frozen --activation_checkpointing=full", "0.53%", "0.80%"),
-])  # fmt: skip
-def test_the_lora_thread(capsys, flags, mfu, hfu):
-    """405e9 frozen parameters, 16 x 64 tokens in 30 s on 8 devices of 1.3e15 FLOP/s.
-
-    That was published as 0.80 %, which is 6 N; frozen weights cost 4 N: 0.53 %.
-    """
-    figures = found(capsys, f"{THREAD} --peak_tflops=1300 {flags}")
-    assert f"{figures['mfu']:.2%} {figures['hfu']:.2%}" == f"{mfu} {hfu}"
-    of_table = found(capsys, f"{THREAD} {flags}")  # 1,307.4
-    assert f"{of_table['mfu']:.1%}" == f"{figures['mfu']:.1%}"
-
-
-PALM = """--n_params=540.35e9 --n_layers=118 --max_seq_len=2048 --d_model=12288
-    --device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3"""
-
-
-def test_the_size_and_the_attention_of_a_model(capsys):
-    """PaLM, appendix B: 46.2 % with attention, 45.7 % without. 48 heads of 256: 12288."""
-    conventions = found(capsys, PALM)["conventions"]
-    shares = [f"{conventions[name]['mfu']:.1%}" for name in ("foundry", "6nd")]
-    assert shares == ["46.2%", "45.7%"]
-
 
 @pytest.mark.parametrize("rate, words", [
     (2000, ""),
@@ -344,12 +300,6 @@ def test_a_device_without_a_bf16_peak(capsys):
     ("--lora_rank=2 --lora_last_blocks=25", "lora_last_blocks 25 is more than n_layers 24"),
     ("--devices=0", "devices must be from 1 to 1,000,000"),
     ("--tokens_per_second=-5", "tokens_per_second must be from 1e-06"),
-    ("--n_params=1.5", "expected a whole number"),
-    ("--n_params=1e9 --vocab_size=64", "vocab_size"),
-    ("--n_params=1e9 --d_model=64", "need --n_layers=... --max_seq_len=...$"),
-    ("--n_params=1e9 configs/mpt1b.py", "remove configs/mpt1b.py"),
-    ("--n_params=1e9 --recompute_every=2", "needs a model"),
-    ("--n_params=1e9 --convention=megatron", "needs a model"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(flags, message):
     with pytest.raises(UserError, match=message) as error:
