@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import pytest
 from conftest import ROOT, flags_for, slowly
-from launches import SIZE, steps_of
+from launches import SIZE, load, steps_of
 from test_structure import ROOMS
 
 from config import MPTConfig, TrainConfig
@@ -172,8 +172,14 @@ FLOPS = [], ["--attn_impl=window"]
 @walk("Another optimizer")
 def test_lion(fork):
     """It says once that each step waits; it resumes, and AdamW does not go on from it."""
+    tests = ("-n", "0", "-k", "bad_step and ours or gives_all and ours")
+    assert "3 passed" in fork("-m", "pytest", *tests, "tests/test_another_optimizer.py")
     for more in (), ("--max_steps=3",):
         assert fork.train("run", *more, ranks=2).count("each step waits for the device") == 1
+    before, after = (load(fork.folder / "run/checkpoints" / name) for name in ("step-2", "step-3"))
+    largest = {name: (after[name] - before[name]).abs().max().item() for name in after}
+    embedding = largest.pop("transformer.wte.weight")
+    assert max(largest.values()) == pytest.approx(4 * embedding, rel=1e-3)  # the peak of its group
     shutil.copy(ROOT / "optim.py", fork.folder)
     refused = fork.train("run", "--max_steps=4", status=2)
     assert "optimizer Lion (mean), here it is AdamW (exp_avg" in refused
