@@ -45,6 +45,8 @@ import math
 import os
 import shutil
 import sysconfig
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +152,7 @@ def attention(
         groups = q.shape[1] // k.shape[1]  # query heads per key head
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-    function = VARIANTS.get(impl) or IMPLEMENTATIONS[impl]
+    function = VARIANTS[impl].function if impl in VARIANTS else IMPLEMENTATIONS[impl]
     return function(q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids)
 
 
@@ -550,11 +552,29 @@ IMPLEMENTATIONS = {
 }
 
 
-# Attention that computes another function. To add one, put its name here and into
-# MPTConfig.attn_impl (config.py). It takes the same arguments as the implementations; k and v come
-# repeated to H heads. It must handle fewer queries than keys (decoding on a cache) and sequence_ids
-# (padding, packed documents): tests/test_another_attention.py checks every entry.
+class Variant(NamedTuple):
+    """An attention that computes another function than MPT's.
+
+    It takes the arguments of the implementations; k and v come repeated to H heads. It must handle
+    fewer queries than keys (decoding on a cache) and sequence_ids (padding, packed documents).
+    """
+
+    function: Callable
+    stays_compiled: bool  # in evaluation, too; True if uncompiled it would keep all T x T scores
+
+
+# {name: Variant}. To add one, put its name into AttentionImpl (config.py), too, and its FLOPs into
+# flops.ATTENDED_KEYS: tests/test_another_attention.py checks every entry.
 VARIANTS = {}
+
+
+def stays_compiled(impl: str) -> bool:
+    """Whether blocks with this attention stay compiled in evaluation.
+
+    Otherwise they are not compiled once more for evaluation, and for each of the many shapes of
+    zero-shot tasks. Uncompiled, FlexAttention would store all T x T scores.
+    """
+    return VARIANTS[impl].stays_compiled if impl in VARIANTS else impl == "flex"
 
 
 def function_of(impl: str) -> str:

@@ -41,6 +41,20 @@ from config import (
 )
 from program import require
 
+# How many keys a query of attention is counted with, by attn_impl. Whoever adds an attention that
+# computes another function (attention.VARIANTS) adds a row: MFU counts it. The planner does not
+# know it, and refuses it.
+FULL_ATTENTION = ("auto", "reference", "blocks", "sdpa", "flex", "triton")
+ATTENDED_KEYS = dict.fromkeys(FULL_ATTENTION, lambda cfg: cfg.max_seq_len)
+
+
+def attended_keys(cfg: MPTConfig) -> int:
+    """The keys of a query: S of the formula. UserError for an attention without a row above."""
+    unknown = f"flops.py does not know attn_impl={cfg.attn_impl}: add it to ATTENDED_KEYS"
+    require(cfg.attn_impl in ATTENDED_KEYS, unknown)
+    return ATTENDED_KEYS[cfg.attn_impl](cfg)
+
+
 # --------------------------------------------------------------------------------------------------
 # Parameters
 
@@ -168,7 +182,7 @@ PASSES = ("forward", "input gradient", "weight gradient", "recomputed")
 def block_forward(cfg: MPTConfig) -> dict[str, int]:
     """{part: FLOPs per token} of one block's forward, in its order."""
     d = cfg.d_model
-    attention = 2 * d * cfg.max_seq_len  # grouped heads save nothing: all queries count
+    attention = 2 * d * attended_keys(cfg)  # grouped heads save nothing: all queries count
     return {
         "QKV": 2 * d * (d + 2 * cfg.n_kv_heads * cfg.head_dim),
         "scores": attention,
@@ -287,7 +301,7 @@ def flops_of(
         n_again = sum(parts[name] for name in LINEAR_LAYERS)
         n = n_again + cfg.vocab_size * cfg.d_model
     again = [i for i in range(L) if checkpointing_of(train, i) == "full"]
-    l_d_s = L * cfg.d_model * cfg.max_seq_len
+    l_d_s = L * cfg.d_model * attended_keys(cfg)
     return flops_of_size(n, l_d_s, row, frozen, len(again) / L, n_again)
 
 

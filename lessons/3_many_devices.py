@@ -423,9 +423,9 @@ assert counted["all-reduce"] == (4 * (4 * 4 + 2), n_bytes) and n_bytes == n_call
 # since it takes about twice as long; a dot is a rank that waits.
 
 # %%
-for stage, line in enumerate(pipeline.picture(4, 8)):
+for stage, line in enumerate(pipeline.draw_schedule(4, 8)):
     print(f"stage {stage}  {line}")
-print(f"bubble of 4 stages: {pipeline.bubble(4, 8):.3f} of the step\n")
+print(f"bubble of 4 stages: {pipeline.bubble_share(4, 8):.3f} of the step\n")
 
 stages = 2 if SHORT else 4
 command = [sys.executable, "pipeline.py", f"--stages={stages}", "--microbatches=8"]
@@ -454,7 +454,7 @@ print("Activations kept at once by stage 0 of 4, in microbatches; and the bubble
 cells = []
 for n in (1, 4, 8, 32, 128):
     kept_1f1b = pipeline.most_kept(0, 4, n)
-    cells.append((n, kept_1f1b, n, f"{pipeline.bubble(4, n):.1%}"))
+    cells.append((n, kept_1f1b, n, f"{pipeline.bubble_share(4, n):.1%}"))
     assert kept_1f1b == min(n, 4)
 print(program.table(("microbatches", "1F1B", "forwards first", "bubble"), cells))
 
@@ -510,7 +510,7 @@ print("GB (10^9 bytes) of a device: kept at the peak, by part, and sent in a ste
 heads = ("", "weights", "moments", "gradients", "copies", "peak", "sent", "of these")
 print(program.table(heads, cells))
 n = BIG_RUN.global_batch_size // (DEVICES // 8)
-print(f"The bubble of 8 stages and {n} microbatches: {pipeline.bubble(8, n):.1%} of the step")
+print(f"The bubble of 8 stages and {n} microbatches: {pipeline.bubble_share(8, n):.1%} of the step")
 assert abs(total["DDP"] / total["ZERO1"] - 4 / 3) < 0.01  # fp32 gradients twice; once, and bf16
 assert 10 < total["FULL_SHARD"] / total["ZERO1"] < 11
 assert 6 < total["tp 8, ZERO1"] / total["ZERO1"] < 7
@@ -530,7 +530,7 @@ figure = Figure(figsize=(6.5, 4.5), layout="constrained")
 axes = figure.subplots()
 numbers = range(1, 65)
 for p, style in ((2, ":"), (4, "-"), (8, "--"), (16, "-.")):
-    shares = [100 * pipeline.bubble(p, n) for n in numbers]
+    shares = [100 * pipeline.bubble_share(p, n) for n in numbers]
     axes.plot(numbers, shares, style, color="black", label=f"{p} stages")
 look = {"markersize": 9, "color": "black", "fillstyle": "none"}
 axes.plot(8, 100 * bubble_measured, "o", label=f"measured, {stages} stages", **look)

@@ -79,7 +79,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = mpt.MPT(SMALL).train()
         mpt.init_weights(self.model, seed=1)
-        self.optimizer = optim.build_optimizer(self.model.parameters(), RECIPE)
+        self.optimizer = optim.build_optimizer(self.model.named_parameters(), RECIPE)
         self.step = self.position = 0
 
     def take_step(self) -> float:

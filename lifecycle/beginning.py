@@ -173,10 +173,10 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
     bubble = ""
     if cfg.pp > 1:
-        from pipeline import bubble as share_of_bubble  # here, since most runs do without
+        from pipeline import bubble_share  # here, since most runs do without
 
         mesh += f", pp {cfg.pp}"
-        bubble = f", {share_of_bubble(cfg.pp, n_microbatches):.0%} bubble"
+        bubble = f", {bubble_share(cfg.pp, n_microbatches):.0%} bubble"
     begins = f"starting from {cfg.init_from}" if cfg.init_from else "starting a new run"
     if start.checkpoint:
         begins = f"resuming from {start.checkpoint}"
@@ -340,7 +340,7 @@ def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
     """If stages have too few microbatches; and what sharding costs them."""
     lines = []
     if n_microbatches < cfg.pp:
-        from pipeline import bubble  # here, since most runs do without
+        from pipeline import bubble_share  # here, since most runs do without
 
         rows_per_rank = cfg.global_batch_size // world.dp_size
         fix = f"set --global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
@@ -348,7 +348,7 @@ def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
             fix = f"set --microbatch_size={rows_per_rank // cfg.pp}"
         lines.append(
             f"WARNING: {n_microbatches} microbatches never fill {cfg.pp} stages: each waits for "
-            f"{bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
+            f"{bubble_share(cfg.pp, n_microbatches):.0%} of a step; {fix}"
         )
     if cfg.pp > 1 and world.dp_size > 1 and not cfg.sharding_mode.reduces_late:
         lines.append(

@@ -82,7 +82,7 @@ def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     if world.dp_size > 1:
         model.transformer.blocks.to(parallel.DTYPES[precision])  # as fully_shard gathers them
     parallel.parallelize(model, None, cfg, precision)
-    with parallel.weights_cast_once(model, precision, math.ceil(rows_of_rank / n_rows)):
+    with parallel.cast_weights_once(model, precision, math.ceil(rows_of_rank / n_rows)):
         with parallel.autocast(world.device, precision):
             total = model(ids).sum()  # of the logits: the loss is not compiled
         total.backward()

@@ -245,7 +245,7 @@ def planted(fault: str):
         ),
         "casts_in_each_microbatch": (
             parallel,
-            "weights_cast_once",
+            "cast_weights_once",
             lambda *_: contextlib.nullcontext(),
         ),
         "three_gradients": (
@@ -253,7 +253,7 @@ def planted(fault: str):
             "attention",
             lambda *qkv, **k: attention(*qkv, **k | {"qkv": None}),
         ),
-        "early_reduction": (parallel, "before_microbatch", lambda model, cfg, last: None),
+        "early_reduction": (parallel, "postpone_communication", lambda *_: None),
     }[fault]
     return mock.patch.object(module, name, replacement)
 

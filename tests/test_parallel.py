@@ -55,7 +55,7 @@ def build_plain(cfg, model_cfg=MODEL):
     """The same without anything of parallel.py."""
     model = MPT(model_cfg)
     init_weights(model, cfg.seed)
-    return model, optim.build_optimizer(model.parameters(), cfg)
+    return model, optim.build_optimizer(model.named_parameters(), cfg)
 
 
 def global_rows(step, cfg=RUN, model_cfg=MODEL, ignore=False):
@@ -125,7 +125,7 @@ def test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch(how, optio
     cfg = replace(RUN, microbatch_size=3, activation_checkpointing=how, recompute_every=2)
     cfg = replace(cfg, global_batch_size=11)
     once = train(ALONE, cfg, model_cfg, "bf16", ignore=True, steps=2)
-    with mock.patch.object(parallel, "weights_cast_once", lambda *_: contextlib.nullcontext()):
+    with mock.patch.object(parallel, "cast_weights_once", lambda *_: contextlib.nullcontext()):
         each_time = train(ALONE, cfg, model_cfg, "bf16", ignore=True, steps=2)
     assert once[0] == each_time[0]
     assert same(once[1], each_time[1])
@@ -134,7 +134,7 @@ def test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch(how, optio
 def test_a_step_that_fails_leaves_the_weights_in_their_places():
     model, _ = build(ALONE, RUN, precision="bf16")
     before = list(model.named_parameters())
-    with pytest.raises(MemoryError), parallel.weights_cast_once(model, "bf16", 2):
+    with pytest.raises(MemoryError), parallel.cast_weights_once(model, "bf16", 2):
         weight = model.transformer.blocks[0].attn.Wqkv.weight
         assert weight.dtype == torch.bfloat16 and weight.is_leaf
         raise MemoryError

@@ -17,7 +17,7 @@ from conftest import slowly
 from layouts import MODEL, RUN, build, check, take_steps
 
 import pipeline
-from pipeline import Pipe, blocks_of, most_kept, order
+from pipeline import Pipe, blocks_of, most_kept, order_passes
 
 MICROBATCHES = range(1, 13)
 every_number_of_stages = pytest.mark.parametrize("stages", range(1, 9))
@@ -65,7 +65,7 @@ def recorded(stages, n):
 def test_each_stage_computes_in_the_stated_order(stages):
     for n in MICROBATCHES:
         for stage, pipe in enumerate(recorded(stages, n)):
-            assert pipe.passes == order(stage, stages, n)
+            assert pipe.passes == order_passes(stage, stages, n)
             assert sorted(pipe.passes) == sorted((kind, i) for kind in "FB" for i in range(n))
 
 
@@ -118,7 +118,7 @@ def computed_with(world, n):
 def test_on_real_ranks_the_order_is_the_same_and_gradients_come_back(ranks, size, n):
     """With fewer microbatches than stages, too."""
     for stage, (passes, arrived) in enumerate(ranks(size)(computed_with, n)):
-        assert passes == order(stage, size, n)
+        assert passes == order_passes(stage, size, n)
         assert arrived == [-100 * i + size - 1 - stage for i in range(n)]
 
 
@@ -167,15 +167,9 @@ def test_neighbours_send_two_messages_for_each_microbatch(ranks, microbatch_size
 def test_the_formula_is_what_the_picture_shows(stages):
     """A column is a unit of time, a dot is idle."""
     for n in MICROBATCHES:
-        lines = pipeline.picture(stages, n)
+        lines = pipeline.draw_schedule(stages, n)
         share = "".join(lines).count(".") / sum(map(len, lines))
-        assert share == pytest.approx(pipeline.bubble(stages, n))
-
-
-def test_stages_that_sleep_show_the_bubble(ranks):
-    """Above the computed one, as far as other programs compute."""
-    measured, *_ = ranks(2)(pipeline.sleeping_stage, 4)
-    assert pipeline.bubble(2, 4) - 0.02 < measured < 1
+        assert share == pytest.approx(pipeline.bubble_share(stages, n))
 
 
 # --- The stages of a model

@@ -42,7 +42,7 @@ def test_the_parts_of_all_ranks_are_the_whole(changes, tp):
             layout = Layout(model_cfg, rank, tp)
             part = layout.take(name, whole)
             assert layout.whole_shape(name, part.shape) == shape
-            counted += sum(view.sum() for view in layout.counted(name, part))
+            counted += sum(view.sum() for view in layout.counted_parts(name, part))
             for corner, piece in layout.pieces(name, part):
                 place = tuple(slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True))
                 assert torch.equal(whole[place], piece)

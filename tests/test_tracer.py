@@ -19,7 +19,7 @@ def small_step(observer) -> None:
     shape = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 512, "max_seq_len": 32}
     model = MPT(MPTConfig(**shape, attn_impl="reference"))
     cfg = TrainConfig(global_batch_size=4, microbatch_size=2)
-    optimizer = optim.build_optimizer(model.parameters(), cfg)
+    optimizer = optim.build_optimizer(model.named_parameters(), cfg)
     with observer:
         rows = torch.zeros(4, 33, dtype=torch.int64)
         fsdp_train.train_step(model, optimizer, rows, 0, cfg, WORLD, "bf16")
