@@ -131,10 +131,8 @@ def names_there(tensors) -> set[str]:
 
 
 WRITTEN = {
-    "all": {},
     "some layers": {"lora_targets": "down_proj,Wqkv"},
     "last blocks": {"lora_last_blocks": 2, "lora_alpha": 12.5},
-    "last block": {"lora_last_blocks": 1, "lora_targets": "up_proj", "lora_rank": 1},
     "rslora": {"rslora": True, "lora_alpha": 3.0, "lora_dropout": 0.25},
 }
 
@@ -165,14 +163,6 @@ def test_they_read_what_we_write(more, base, tmp_path):
         assert torch.equal(again.tensors[name], tensor)
 
 
-def drop_prefix(folder):
-    def change(state):
-        for name in list(state):
-            state[name.removeprefix("base_model.model.")] = state.pop(name)
-
-    rewrite(folder, change)
-
-
 def test_what_peft_cannot_hold_is_not_written(tmp_path):
     settings = replace(TUNE, lora_train="norms")
     message = refusal(write, tmp_path / "out", with_adapters(settings), settings)
@@ -185,11 +175,9 @@ def test_what_peft_cannot_hold_is_not_written(tmp_path):
 
 READ = {
     "list": {"target_modules": ["Wqkv", "up_proj"], "lora_dropout": 0.3},
-    "one": {"target_modules": ["down_proj"], "lora_alpha": 32},
     "paths": {"target_modules": ["transformer.blocks.2.attn.Wqkv", "blocks.0.ffn.up_proj"]},
     "pattern": {"target_modules": r".*\.blocks\.[12]\.(attn\.out_proj|ffn\.down_proj)"},
     "all-linear": {"target_modules": "all-linear"},
-    "excluded": {"exclude_modules": ["up_proj"]},
     "layers": {"layers_to_transform": [1], "layers_pattern": "blocks"},
     "default targets": {"target_modules": None, "layers_to_transform": 2},
     "rslora": {"use_rslora": True, "lora_alpha": 5, "init_lora_weights": "gaussian"},
@@ -256,14 +244,9 @@ def test_a_file_is_mapped_and_stays_as_it_is(sound):
 REFUSED = {
     "use_dora to True": {"use_dora": True},
     "rank_pattern to dict": {"rank_pattern": {"Wqkv": 2}},
-    "alpha_pattern to dict": {"alpha_pattern": {"Wqkv": 2}},
-    "modules_to_save to list": {"modules_to_save": ["norm_f"]},
     "bias to 'all'": {"bias": "all"},
     "init_lora_weights to 'pissa'": {"init_lora_weights": "pissa"},
     "wte": {"target_modules": ["wte", "Wqkv"]},
-    "lm_head": {"target_modules": ["lm_head", "Wqkv"]},
-    "trainable_token_indices to list": {"trainable_token_indices": [1, 2]},
-    "alora_invocation_tokens to list": {"alora_invocation_tokens": [3]},
 }
 
 
@@ -285,25 +268,18 @@ def sound(tmp_path_factory) -> Path:
 
 
 BROKEN_CONFIG = [
-    ({"lora_bias": True}, "sets lora_bias to True, which lora.py does not have$"),
     ({"fan_in_fan_out": True}, "sets fan_in_fan_out to True"),
-    ({"layer_replication": [[0, 2], [1, 3]]}, "sets layer_replication to list"),
     ({"from_the_future": 0}, "sets from_the_future to 0"),
-    ({"init_lora_weights": 1}, "sets init_lora_weights to 1"),
     ({"peft_type": "IA3"}, "peft_type 'IA3': only LORA can be read"),
     ({"r": True}, "'r' is True"),
     ({"r": 0}, "r is 0, so there is no update"),
-    ({"r": -3}, "lora_rank must be from 0"),
     ({"r": 2}, r"lora_A is \(4, 48\) in .*, expected \(2, in\), since r is 2"),
     ({"lora_alpha": float("nan")}, "lora_alpha must be from .* not nan"),
-    ({"lora_alpha": 0}, "lora_alpha must be from"),
     ({"use_rslora": 1}, "'use_rslora' is 1"),
-    ({"lora_dropout": 1.0}, "lora_dropout must be from 0 to 0.99"),
 ]
 A0 = f"{PREFIX}0.attn.Wqkv.lora_A.weight"
 BROKEN_TENSORS = [
     (lambda f: shutil.rmtree(f), "no adapter in .*out, which does not exist"),
-    (lambda f: (f / peft.CONFIG_FILE).unlink(), "expected adapter_config.json"),
     (
         lambda f: (f / peft.TENSOR_FILE).rename(f / "adapter_model.bin"),
         "out has no adapter_model.safetensors beside adapter_config.json: load it with a current",
@@ -314,13 +290,11 @@ BROKEN_TENSORS = [
         lambda f: rewrite(f, lambda s: s[A0].view(-1)[5:6].fill_(torch.nan)),
         r"lora_A in .* contains NaN or infinity",
     ),
-    (lambda f: rewrite(f, lambda s: s.update({A0: s[A0].T})), r"lora_A is \(48, 4\)"),
     (lambda f: rewrite(f, lambda s: s.update({A0: s[A0][0]})), r"lora_A is \(48,\)"),
     (
         lambda f: rewrite(f, lambda s: s.update(x=s.pop(A0))),
         "holds x, no adapter of a linear layer",
     ),
-    (drop_prefix, "holds transformer.*lora_A.weight, no adapter of a linear layer"),
 ]
 BROKEN = [(lambda f, more=more: change_config(f, **more), text) for more, text in BROKEN_CONFIG]
 
@@ -343,7 +317,6 @@ def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path):
     [
         ({"n_layers": 2}, "blocks.2.attn.Wqkv.lora_A"),
         ({"d_model": 96}, "Wqkv.lora_A is (4, 48), but (4, 96) would fit"),
-        ({"expansion_ratio": 2}, "down_proj.lora_A is (4, 192), but (4, 96) would fit"),
         ({"kv_n_heads": 1}, "Wqkv.lora_B is (144, 4), but (64, 4) would fit"),
     ],
 )
@@ -359,7 +332,6 @@ def test_an_adapter_of_another_base_is_one_line(other, message, sound, tmp_path)
     "more, blocks",
     [
         ({"layers_to_transform": [0, 1]}, "[0, 1]"),
-        ({"layers_to_transform": [0, 2]}, "[0, 2]"),
         ({"target_modules": r".*(1\.attn\.Wqkv|2\.ffn\.up_proj)"}, "[1, 2]"),
     ],
 )
@@ -543,7 +515,6 @@ def test_a_command_that_cannot_be_done_is_one_line(sound, base, tmp_path):
         (["import", sound, "out"], "does not hold its base: set --init_from"),
         (["import", run, "out", of_base], "expected adapter_config.json"),
         (["import", sound, run, of_base], "run is there already"),
-        (["merge", sound, run, of_base], "run is there already"),
         (["export", run, "out", of_base], "remove --init_from"),
         (["merge", sound, "out", "--base_model=x"], "only export takes --base_model"),
         (["mend", sound, "out"], "'mend' is none of export, import, merge"),
