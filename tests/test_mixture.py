@@ -81,7 +81,7 @@ def shares_of(parts) -> list[float]:
     return [share / 10_000 for share in shares]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(PARTS, st.integers(0, 10**12), st.integers(1, 1000))
 def test_any_samples_in_a_row_hold_each_source_within_2_of_its_share(parts, first, length):
     shares = shares_of(parts)
@@ -93,7 +93,7 @@ def test_any_samples_in_a_row_hold_each_source_within_2_of_its_share(parts, firs
         assert (abs(counts - n * np.array(shares)) < allowed).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(PARTS, st.integers(1, 5000))
 def test_of_each_source_every_sample_comes_once_and_in_order(parts, n):
     """Over more than one schedule; and one sample at a time gives the same."""

@@ -117,6 +117,7 @@ def test_figures_equal_those_of_one_request_at_a_time(files, more):
     assert not mpt.training
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_not_compiled_anew_for_the_many_shapes(files):
     mpt = model(alibi=True)
     compiled = []
