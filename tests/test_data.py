@@ -582,11 +582,6 @@ def test_any_number_of_ranks_sees_the_same_rows_in_the_same_order(split):
         assert not np.array_equal(split.batch(2, step, 16), again.batch(1, step, 16))
 
 
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
-    shards.write_ids(tmp_path / "train-00000.bin", np.full(100, 300, np.uint16), ABOUT)
-    assert "beyond its vocabulary" in refusal(Split(tmp_path, "train", 8).windows, np.array([0]))
-
-
 def test_a_sequence_longer_than_the_data(make):
     folder = prepare(make(TEXTS))
     for name in ("train", "val"):

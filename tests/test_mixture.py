@@ -334,7 +334,8 @@ def test_prompts_and_responses_can_be_mixed(tmp_path):
     assert dataset.train.locate(np.arange(10))[0].tolist() == [0, 1] * 5
 
 
-def test_preparing_describes_each_source(make, capsys):
+def test_preparing_describes_each_source(make, capsys, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # no workers, which take seconds to start
     cfg = make()
     mix = [f"--mix={line}" for line in cfg.mix]
     flags = ["--tokenizer=bytes", f"--data_dir={cfg.data_dir}", "--max_seq_len=8"]

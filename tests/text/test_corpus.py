@@ -153,18 +153,22 @@ def test_a_table_holds_one_document_a_row(write):
     assert list(documents(write("a.tsv", "text\tid\none\t1\ntwo, too\t2\n"))) == ["one", "two, too"]
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("id;text\n1;one\n", "no column 'text', only ['id;text']"),
-        ("", "no column 'text'"),
-        ("id,text\n1,one\n2\n", "line 3: no column 'text'"),
-        ('id,text\n1,"one\n2,two\n', "line 3: unexpected end"),
-    ],
-)
-def test_a_bad_table_is_named(write, content, message):
-    path = write("a.csv", content)
-    assert error(path).startswith(path) and message in error(path)
+BAD = {  # a file, and what is said of it
+    "a.csv: other delimiter": ("id;text\n1;one\n", " has no column 'text', only ['id;text']"),
+    "b.csv: empty": ("", " has no column 'text'"),
+    "c.csv: a short row": ("id,text\n1,one\n2\n", ", line 3: no column 'text'"),
+    "d.csv: no end": ('id,text\n1,"one\n2,two\n', ", line 3: unexpected end"),
+    "a.jsonl: half a line": (lines("fine") + '{"text": "half\n', ", line 2: expected one JSON"),
+    "b.jsonl: another field": (lines("fine") + '{"content": "x"}\n', ", line 2: expected one"),
+    "c.jsonl: a list": (lines("fine") + '["text"]\n', ", line 2: expected one JSON object"),
+    "d.jsonl: deep": (lines("fine") + "[" * 10**5 + "\n", ", line 2: expected one JSON object"),
+}
+
+
+def test_a_bad_row_is_named(write):
+    for name, (content, message) in BAD.items():
+        path = write(name.partition(":")[0], content)
+        assert error(path).startswith(path) and message in error(path), name
 
 
 # --- .jsonl and .parquet
@@ -178,12 +182,6 @@ def test_a_bad_parquet_file_is_named(tmp_path):
     for columns in ({"content": ["x"]}, {"text": [1, 2]}):
         path = write_parquet(tmp_path / "a.parquet", **columns)
         assert f"{path} has no column 'text' of strings" in error(path)
-
-
-def test_a_bad_line_of_jsonl_is_named(write):
-    for line in ('{"text": "half', '{"content": "x"}', '["text"]', '{"text": 5}', "[" * 10**5):
-        path = write("a.jsonl", lines("fine") + line + "\n")
-        assert error(path).startswith(f"{path}, line 2: expected one JSON object")
 
 
 def test_jsonl_and_parquet_hold_one_document_a_row(write, tmp_path):

@@ -214,6 +214,7 @@ def with_variables(variables: dict, rank: int):
     return mock.patch.dict(os.environ, variables)
 
 
+@pytest.mark.slow
 def test_a_run_reads_from_the_store_what_it_reads_from_the_folder(
     ranks, store, tiny_data, tmp_path
 ):

@@ -305,48 +305,6 @@ def test_straight_onto_ranks(ranks, n_ranks, sharding, tmp_path):
         assert relative_error(torch.from_numpy(logits), wanted) < 1e-12
 
 
-def init_from_run(world, run, cfg, other):
-    """Start from a run under FSDP; then try to start another model from it.
-
-    Returns the logits, the error message, and whether every rank raises that error.
-    """
-    train = TrainConfig()
-    with torch.device("meta"):
-        models = [MPT(cfg), MPT(other)]
-    mesh = parallel.make_mesh(world, train)
-    models = [parallel.parallelize(model, mesh, train, "fp32") for model in models]
-    for model in models:
-        parallel.materialize(model, world.device, None)
-    load.init_from(models[0], run)
-    try:
-        load.init_from(models[1], run)
-    except UserError as error:
-        with torch.no_grad():
-            return models[0](tokens(cfg)).numpy(), str(error), error.on_all_ranks
-
-
-def test_a_run_of_ours_onto_ranks(ranks, tmp_path):
-    """Without a process group, and on two ranks.
-
-    Dropout may differ, and the length under ALiBi; ALiBi's slopes may not.
-    """
-    cfg = replace(SMALL, alibi=True, vocab_size=300)
-    model = build(cfg)
-    hf.export(model, tmp_path / "theirs")
-    hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
-    free = {"resid_pdrop": 0.1, "max_seq_len": 20, "learned_pos_emb": False}
-    alone = empty(replace(cfg, attn_impl="sdpa", kv_n_heads=6, **free))
-    load.init_from(alone, tmp_path / "run/checkpoints/step-0")
-    assert same_weights(alone, model)
-
-    other = replace(cfg, alibi_bias_max=16, clip_qkv=6)
-    with torch.no_grad():
-        wanted = model(tokens(cfg))
-    for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
-        assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
-        assert "alibi_bias_max 8.0 (here 16), clip_qkv None (here 6)" in error and everywhere
-
-
 MEASURE = """
 import resource, sys
 import torch, parallel, processes

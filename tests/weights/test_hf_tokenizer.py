@@ -70,15 +70,6 @@ def pair(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def begins_with_space(folder: Path) -> None:
-    """A tokenizer.json that puts a space before each text, and nothing beside it."""
-    pair(folder)
-    content = tokenizers.load(str(folder / "vocab.json")).content
-    for file in folder.iterdir():
-        file.unlink()
-    (folder / "tokenizer.json").write_bytes(content)
-
-
 def nothing(folder: Path) -> None:
     """GPT-2's and bytes need no file."""
 
@@ -88,7 +79,6 @@ KINDS = {  # --tokenizer, what writes the files of the folder, the one that is l
     "bpe": ("bpe-300", trained_here, hf_tokenizer.BPE_TOKENIZER),
     "gpt2": ("gpt2", nothing, ""),
     "theirs": ("", their_tokenizer, "tokenizer.json"),
-    "space": ("", begins_with_space, "tokenizer.json"),
     "pair": ("", pair, "vocab.json"),
 }
 IM_END = 259
