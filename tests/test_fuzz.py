@@ -31,6 +31,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # when it runs by itself
 
+from conftest import json_lines  # noqa: E402
+
 SECONDS = 10  # of CPU time, for one case
 BYTES = 1.5e9  # of memory, for one case
 PATIENCE = 120  # seconds of wall time for one case: waiting for a pipe takes no CPU time
@@ -44,12 +46,16 @@ SIZES = {"d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 16, "vocab_s
 # be damaged.
 
 
-def prepared(folder):
-    """A prepared data set."""
-    from text.prepare import prepare
+def prepared(pattern):
+    """A maker of a prepared data set, of which the first file of this pattern is damaged."""
 
-    (folder / "text.txt").write_text(TEXT.replace("\n\n", "<|endoftext|>"))
-    prepare(train_config(folder))
+    def make(folder):
+        from text.prepare import prepare
+
+        (folder / "text.txt").write_text(TEXT.replace("\n\n", "<|endoftext|>"))
+        return min(prepare(train_config(folder)).glob(pattern))
+
+    return make
 
 
 def train_config(folder):
@@ -66,7 +72,7 @@ def chat_file(name):
         (folder / "template").mkdir()
         template = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": "</s>"}}
         (folder / "template/tokenizer_config.json").write_text(json.dumps(template))
-        (folder / "chat.jsonl").write_text(lines(*CHAT * 10))
+        (folder / "chat.jsonl").write_text(json_lines(*CHAT * 10))
         return folder / name
 
     return make
@@ -91,16 +97,6 @@ def mds_file(source, name):
     return make
 
 
-def dataset_json(folder):
-    prepared(folder)
-    return folder / "tokens/dataset.json"
-
-
-def shard(folder):
-    prepared(folder)
-    return min((folder / "tokens").glob("train-*.bin"))
-
-
 def written(name, content):
     """A maker of a single file."""
 
@@ -123,8 +119,8 @@ def run_folder(name):
         rows.append({"step": 8, "val_loss": 2.4, "val_bits_per_byte": 3.5})
         launch = {"command": "x", "torch": "2"}
         launches = [launch | {"first_step": step, "ranks": step + 1} for step in (0, 4)]
-        (folder / "metrics.jsonl").write_text(lines(*rows))
-        (folder / "launches.jsonl").write_text(lines(*launches))
+        (folder / "metrics.jsonl").write_text(json_lines(*rows))
+        (folder / "launches.jsonl").write_text(json_lines(*launches))
         (folder / "config.json").write_text(json.dumps(asdict(train_config(folder))))
         return folder / name
 
@@ -265,11 +261,6 @@ FIGURES = {"kind": "text", "digest": "0", "n": 1, "contexts_cut": 0, "requests":
 FIGURES |= {"nats_per_token": 2.0, "nats_per_byte": 1.0, "perplexity": 3.0}
 SETTINGS = {"weights": "a", "precision": "fp32", "ids": "b"}
 RESULTS = {"settings": SETTINGS, "tasks": {"a": FIGURES}}
-
-
-def lines(*rows):
-    """Rows as JSON lines."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def table():
@@ -421,8 +412,8 @@ CONFIG = "_n = 4\nd_model = 16 * _n\nn_heads = 2\nlr = 1e-3\n"
 TABLE = 'id,text\n1,"one, two"\n2,größe\n3,"a ""word"" and\na line"\n' * 9
 GENERATION = json.dumps({"eos_token_id": [0, 2], "pad_token_id": 1, "top_k": 5})
 READERS = {  # name -> (maker, reader)
-    "dataset.json": (dataset_json, read_data),
-    "shard": (shard, read_data),
+    "dataset.json": (prepared("dataset.json"), read_data),
+    "shard": (prepared("train-*.bin"), read_data),
     "chat.jsonl": (chat_file("chat.jsonl"), read_chat),
     "tokenizer_config.json": (chat_file("template/tokenizer_config.json"), read_chat),
     "metrics.jsonl": (run_folder("metrics.jsonl"), read_run),
@@ -443,9 +434,9 @@ READERS = {  # name -> (maker, reader)
     "tokenizer.json": (their_tokenizer, read_tokenizer),
     "vocab.json": (their_pair, read_tokenizer),
     "bpe_tokenizer.json": (our_tokenizer, read_tokenizer),
-    "task.jsonl": (written("task.jsonl", lines(*QUESTIONS)), read_task),
+    "task.jsonl": (written("task.jsonl", json_lines(*QUESTIONS)), read_task),
     "results.json": (written("results.json", json.dumps(RESULTS)), read_results),
-    "text.jsonl": (written("text.jsonl", lines(*TEXTS)), read_corpus),
+    "text.jsonl": (written("text.jsonl", json_lines(*TEXTS)), read_corpus),
     "text.parquet": (parquet, read_corpus),
     "text.txt": (written("text.txt", TEXT), read_corpus),
     "text.py": (written("text.py", TEXT), read_corpus),

@@ -8,24 +8,9 @@ from conftest import write_lines as write
 
 from evaluation import hub as icl_hub
 from evaluation import tasks as icl_tasks
-from evaluation.tasks import MakeConfig, continuations, load, worded
+from evaluation.tasks import MakeConfig, continuations, load
 
 ICE = {"query": " Question: Ice is \n", "choices": ["cold ", "  hot"], "gold": 0}
-
-
-def test_llm_foundrys_wording_strips_and_keeps_the_space_with_the_answer():
-    item = worded(ICE, "\nAnswer: ")
-    assert item.contexts == ["Question: Ice is\nAnswer:"] * 2
-    assert item.continuations == [" cold", " hot"]
-    assert item.example == "Question: Ice is\nAnswer: cold"
-    assert worded(ICE, " ").contexts[0] == "Question: Ice is"
-
-    row = {"context_options": ["Ann ", " Joan"], "continuation": " left.", "gold": 1}
-    schema = worded(row, " ")
-    assert (schema.contexts, schema.continuations) == (["Ann", "Joan"], [" left."] * 2)
-    assert schema.example == "Joan left."
-    plain = worded({"context": "Once upon a ", "continuation": "time"}, " ")
-    assert (plain.contexts, plain.continuations) == (["Once upon a"], [" time"])
 
 
 def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path):

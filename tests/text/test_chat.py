@@ -421,6 +421,15 @@ def test_a_marker_that_other_words_can_spell_is_refused(chatml_tokenizer, tmp_pa
 # --- turns -> ids
 
 
+def test_what_rows_cannot_be_is_refused():
+    for more, words in (
+        ({"target_prompts": "length>=x"}, "'length>=x', expected none, all, or"),
+        ({"max_tokens": 1000}, "--max_tokens=0"),
+    ):
+        cfg = TrainConfig(data_format="chat", **more)
+        assert words in refusal(RowFormat.of, cfg, max_seq_len=64)
+
+
 def test_prompt_and_response_are_tokenized_separately():
     """As one text, `th` and `e` would be one token across their border."""
     bpe = tokenizers.train_bpe(["the the the then there " * 50], 270)
@@ -482,18 +491,3 @@ def test_every_token_is_in_a_row_exactly_once_learned_or_not_as_it_should(exampl
             pairs = pairs[end:]
     padding = [(256, False)]
     assert sorted(pairs for pairs in found if pairs != padding) == sorted(expected)
-
-
-# --- settings
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"target_prompts": "length>=x"}, "'length>=x', expected none, all, or"),
-        ({"max_tokens": 1000}, "--max_tokens=0"),
-    ],
-)
-def test_settings_that_contradict_each_other(settings, message):
-    cfg = TrainConfig(data_format="chat", **settings)
-    assert message in refusal(RowFormat.of, cfg, max_seq_len=64)

@@ -18,7 +18,6 @@ from config import MPTConfig, TrainConfig
 from model import MPT, init_weights
 from program import UserError
 from storage import checkpoint_files, files
-from tensor_parallel import WHOLE
 from weights import hf, hf_config, load, tensor_files
 
 CPU = torch.device("cpu")
@@ -392,11 +391,6 @@ def test_the_tokenizer_must_fit(tmp_path):
 # --- what is broken
 
 
-def shorten(path, by=100):
-    with open(path, "r+b") as file:
-        file.truncate(path.stat().st_size - by)
-
-
 def rewrite(folder, change):
     """Replace the weights of a folder by one file of others, to which `change` was applied."""
     state = MPT(hf.settings_of(folder)).state_dict()
@@ -487,14 +481,6 @@ def test_tensors_of_a_bin_file_that_are_not_stored_as_they_are(tmp_path):
     torch.save(state, tmp_path / "pytorch_model.bin")
     hf.load_into(found, tmp_path)
     assert same_weights(found, model)
-
-
-def test_a_file_that_shrinks_while_it_is_read(theirs):
-    model, name = MPT(hf.settings_of(theirs)), "transformer.wte.weight"
-    found = hf.find_tensors(theirs, model)
-    shorten(found[name].file, by=10_000)
-    pieces = {name: WHOLE.pieces(name, model.get_parameter(name))}
-    assert "truncated or damaged" in refusal(tensor_files.fill, pieces, found)
 
 
 def test_nothing_is_half_written(tmp_path, theirs):

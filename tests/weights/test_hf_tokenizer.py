@@ -311,12 +311,3 @@ def test_a_composer_file_that_holds_a_tokenizer_is_not_gpt2s(tmp_path):
     assert "tokenizer that it holds" in refusal(hf_tokenizer.name_of, path)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert hf_tokenizer.name_of(path) == str(tmp_path / "tokenizer.json")
-
-
-@pytest.mark.slow
-def test_the_file_for_gpt2_is_known_without_gpt2s_files(gpt2, tmp_path, monkeypatch):
-    """Its checksum is in the code."""
-    (tmp_path / "tokenizer.json").write_bytes(gpt2.content)
-    (tmp_path / "config.json").write_text(json.dumps({"tokenizer_name": "gpt2"}))
-    monkeypatch.setattr(tokenizers, "load_gpt2", None)
-    assert hf_tokenizer.name_of(tmp_path) == "gpt2"
