@@ -168,7 +168,7 @@ BAD = {
     ".. 0.5 x.txt": "name it with",
     "a half x.txt": "'a' with the share 'half': write a number from 0.0001 to 1",
     "a 0.33333 x.txt": "at most four decimals",
-    "a 0 x.txt": "'a' with the share '0': write a number from 0.0001",
+    "a 0.000 x.txt": "'a' with the share '0.000': write a number from 0.0001",
     "Web 0.5 x.txt | web 0.5 y.txt": "one name, Web and web: rename one of them",
     "a 0.5 x.txt | b 0.5 x.txt": "'x.txt' twice, as a and b: name it once, with both shares",
     "a 0.5 x.txt | b 0.4 y.txt": "add up to 0.9, not 1: change them",

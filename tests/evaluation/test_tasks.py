@@ -205,6 +205,7 @@ WRONG_LINES = [  # test_fuzz.py has damaged ones
     (ICE | {"choices": ["a", " "]}, "choices holds an empty text"),
     (ICE | {"choices": ["a", 1]}, "choices must be text"),
     (ICE | {"gold": 2}, "gold is 2, expected 0 to 1"),
+    (ICE | {"gold": -1}, "gold is -1"),
     (ICE | {"gold": True}, "gold is True"),
     ({"query": "a"}, "exactly one kind"),
     ({"context": "a", "continuation": " "}, "continuation holds an empty text"),

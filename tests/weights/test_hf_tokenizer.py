@@ -273,8 +273,10 @@ GPT2 = "gpt2"
 CLASS = {"tokenizer_class": "GPT2Tokenizer"}
 FOLDERS = {  # files of a folder, what config.json says -> its tokenizer, or the message
     "nothing": ("", {}, GPT2),
+    "class of GPT-2": ("", CLASS, GPT2),
     "named": ("", {"tokenizer_name": "bytes"}, "bytes"),
     "file": ("tokenizer.json", {"tokenizer_name": GPT2}, "{folder}/tokenizer.json"),
+    "file and bytes": ("tokenizer.json", {"tokenizer_name": "bytes"}, "{folder}/tokenizer.json"),
     "pair": ("vocab.json merges.txt", {"tokenizer_name": GPT2}, "{folder}/vocab.json"),
     "unknown": ("", {"tokenizer_name": "x/y\n"}, "the tokenizer x/y"),
     "path": ("", {"tokenizer_name": "/etc/x.json"}, "the tokenizer /etc/x.json"),

@@ -257,6 +257,7 @@ def sound(tmp_path_factory) -> Path:
 BROKEN_CONFIG = [
     ({"fan_in_fan_out": True}, "sets fan_in_fan_out to True"),
     ({"from_the_future": 0}, "sets from_the_future to 0"),
+    ({"init_lora_weights": 1}, "sets init_lora_weights to 1"),
     ({"peft_type": "IA3"}, "peft_type 'IA3': only LORA can be read"),
     ({"r": True}, "'r' is True"),
     ({"r": 0}, "r is 0, so there is no update"),

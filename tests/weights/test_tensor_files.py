@@ -43,7 +43,7 @@ def test_links_as_in_the_cache_of_hugging_face(tmp_path):
     assert tensor_files.locate(folder)["a"].shape == (3,)
 
 
-@pytest.mark.parametrize("name", ["../part.safetensors", "/etc/passwd", "", "a\\b", "a\0", 7])
+@pytest.mark.parametrize("name", ["../part.safetensors", "..", "", "a\\b", "a\0", 7])
 def test_a_weight_map_names_files_beside_it(name, tmp_path):
     (tmp_path / "model").mkdir()
     tensor_files.write_safetensors(tmp_path / "part.safetensors", {"a": torch.ones(3)})
