@@ -166,6 +166,10 @@ CHANGES = {  # a change of the store, and what is said of it
         lambda folder: shutil.copy(folder / "train-00001.bin", folder / "val-00000.bin"),
         "or belongs to another data set",
     ),
+    "one too many": (
+        lambda folder: shutil.copy(folder / "train-00001.bin", folder / "train-00006.bin"),
+        "or belongs to another data set",
+    ),
 }
 
 
@@ -180,6 +184,7 @@ def test_what_is_wrong_in_the_store_is_said(tokens, tmp_path, change):
     assert words in message and "copy" in message and url in message
     assert not (copy_of(tokens, tmp_path) / "dataset.json").exists()
 
+    (tmp_path / "store/train-00006.bin").unlink(missing_ok=True)
     upload(tokens, url)
     fetch.copy(url, copy_of(tokens, tmp_path))
     assert is_like(copy_of(tokens, tmp_path), tokens)
