@@ -182,11 +182,7 @@ def test_what_is_scored_of_a_pair(pair, ids, count):
     assert (request.ids.tolist(), request.count) == (ids, count)
 
 
-def test_what_does_not_fit_the_model_is_one_line(files, tmp_path):
-    row = {"context": "a", "continuation": "b" * 200}
-    (task,) = icl_tasks.load(write(tmp_path / "a.jsonl", row))
-    message = refusal(evaluate, model(), BYTES, [task], ALONE)
-    assert "task a: a continuation has 201 tokens, but max_seq_len is 128" in message
+def test_ids_beyond_the_model_are_refused(files):
     message = refusal(evaluate, model(vocab_size=150), BYTES, tasks_of(files)[:1], ALONE)
     assert "task mc: the tokenizer gives id 195" in message and "vocab_size is 150" in message
 
@@ -287,28 +283,12 @@ def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
     assert json.loads(out.read_text())["tasks"]["mc"]["digest"] != later["mc"]["digest"]
 
 
-def dies_in(world, name, *argv):
-    """The program, which ends with an error in the task of this name."""
-    real = zero_shot.evaluate
-
-    def evaluate(model, tokenizer, tasks, *more, **how):
-        if tasks[0].name == name:
-            raise RuntimeError(name)
-        return real(model, tokenizer, tasks, *more, **how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_shot, "evaluate", evaluate)
-        with pytest.raises(RuntimeError):
-            program(world, *argv)
-
-
-def test_tasks_before_an_interruption_are_saved(run, files, ranks, tmp_path):
-    out = tmp_path / "results.json"
-    argv = [str(run / "run"), f"--data={files}", f"--out={out}", "--tasks=mc.jsonl,text.txt"]
-    ranks(2)(dies_in, "text", *argv)
-    assert list(json.loads(out.read_text())["tasks"]) == ["mc"]
-    ranks(2)(program, *argv)
-    assert list(json.loads(out.read_text())["tasks"]) == ["mc", "text"]
+def test_tasks_before_one_that_cannot_be_scored_are_saved(run, files, tmp_path):
+    long = write(tmp_path / "long.jsonl", {"context": "a", "continuation": "b" * 200})
+    argv = [str(run / "run"), f"--data={files}", f"--out={tmp_path}/results.json"]
+    message = refusal(zero_shot.main, [*argv, f"--tasks=mc.jsonl,{long},text.txt"])
+    assert "task long: a continuation has 201 tokens, but max_seq_len is 128" in message
+    assert list(json.loads((tmp_path / "results.json").read_text())["tasks"]) == ["mc"]
 
 
 def test_results_of_another_model_are_not_mixed(tmp_path):

@@ -272,26 +272,16 @@ def test_the_name_of_a_hub_data_set_is_no_file(write, tmp_path, monkeypatch):
         assert corpus.files(name) == []
 
 
-@pytest.fixture
-def stream(tmp_path, monkeypatch):
-    """stream(rows, subset="") streams a data set from a local folder, laid out as on the Hub.
-
-    No network is needed.
-    """
+def test_a_stream_gives_the_rows_in_order(write, tmp_path, monkeypatch):
+    """Of a local folder that is laid out as on the Hub: no network is needed."""
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
     def stream(rows, subset=""):
-        folder = tmp_path / "owner" / "name"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "train.jsonl").write_text(json_lines(*rows))
+        write("owner/name/train.jsonl", json_lines(*rows))
         return list(corpus.hub_documents("owner/name" + subset))
 
-    return stream
-
-
-def test_a_stream_gives_the_rows_in_order(stream):
     texts = [f"document {i}" for i in range(100)]
     assert stream([{"text": t, "url": "x"} for t in texts]) == texts
     message = refusal(stream, [{"text": "x"}], ":de")

@@ -279,25 +279,22 @@ def test_a_node_that_cannot_copy_ends_all_ranks(ranks, tokens, tmp_path):
     assert is_like(copy_of(tokens, tmp_path), tokens)
 
 
-def cfg_for(tiny_data, **more) -> TrainConfig:
-    made = json.loads((tiny_data / "dataset.json").read_text())
-    same = {name: made[name] for name in ("dataset", "tokenizer", "val_fraction")}
-    return TrainConfig(**(same | more))
-
-
 def test_what_rank_0_refuses(store, tiny_data, tmp_path, monkeypatch):
     """Before anything is copied."""
 
     def message(url, **more):
-        return refusal(prepare.open_or_prepare, cfg_for(tiny_data, data_dir=url, **more))
+        cfg = TrainConfig(**(made | {"data_dir": url} | more))
+        return refusal(prepare.open_or_prepare, cfg)
 
     upload(tiny_data, store.url)
+    made = json.loads((tiny_data / "dataset.json").read_text())
+    made = {name: made[name] for name in ("dataset", "tokenizer", "val_fraction")}
     assert "expected s3://bucket/path" in message("ftp://bucket/tokens")
     assert "no such bucket" in message("s3://other-bucket/tokens")
     nothing = message(f"{store.url}/nothing")
     assert "copy its files there: python data.py" in nothing and "--data_dir=data/tokens" in nothing
     assert f"{store.url} was made with --val_fraction=0.1" in message(store.url, val_fraction=0.2)
-    cfg = cfg_for(tiny_data, data_dir=store.url)
+    cfg = TrainConfig(**made, data_dir=store.url)
     assert "copy its files there: python data.py" in refusal(prepare.prepare, cfg)
     open_store(store.url).put("dataset.json", b"{")
     assert f"{store.url}/dataset.json is damaged" in message(store.url)

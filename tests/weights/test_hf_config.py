@@ -38,7 +38,6 @@ def through_json(value):
 MPT_7B = MPTConfig(
     d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True, no_bias=True
 )
-MPT_30B_SIZES = {"d_model": 7168, "n_heads": 64, "n_layers": 48, "max_seq_len": 8192}
 BY_TRANSFORMERS = {"model_type": "mpt", "architectures": ["MptForCausalLM"]}
 
 
@@ -48,7 +47,6 @@ BY_TRANSFORMERS = {"model_type": "mpt", "architectures": ["MptForCausalLM"]}
         (HUB_7B, MPT_7B),
         (FOUNDRY, MPTConfig()),
         (FOUNDRY | published("transformers-4"), MPTConfig()),
-        (like_hub(MPT_30B_SIZES), replace(MPT_7B, **MPT_30B_SIZES)),
         (
             like_hub({"max_seq_len": 65536}, alibi_bias_max=16, clip_qkv=6),
             replace(MPT_7B, max_seq_len=65536, alibi_bias_max=16, clip_qkv=6),
