@@ -640,16 +640,24 @@ def answers_of_all(n_cases: int) -> dict:
     return answers
 
 
-@pytest.mark.parametrize(
-    "n_cases",
-    [pytest.param(CASES, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.long)],
-)
-@pytest.mark.parametrize("name", READERS)
-def test_a_damaged_file_is_read_or_refused_in_one_line(name, n_cases):
+def check(name, n_cases) -> None:
+    """Each damaged version of a reader's file is read, or refused in one line."""
     answers = answers_of_all(n_cases)[name]
     wrong = [f"{what}: {fault}" for _, what, fault in answers if fault]
-    assert not wrong, "\n" + "\n".join(wrong)
+    assert not wrong, f"{name}:\n" + "\n".join(wrong)
     assert len(answers) == n_cases + 1 > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_read_or_refused_in_one_line(name):
+    check(name, CASES)
+
+
+@pytest.mark.long
+def test_ten_thousand_damaged_files():
+    for name in READERS:
+        check(name, 400)
 
 
 if __name__ == "__main__":
