@@ -161,8 +161,8 @@ def test_a_folder_belongs_to_its_settings(make, folder):
     assert "max_seq_len 128, not 32" in refusal(Split, folder, "train", 32)
 
 
-@pytest.mark.parametrize("edit", ["data", "template", "special token"])
-def test_a_run_notices_that_data_or_template_changed(make, tmp_path, edit):
+@pytest.mark.parametrize("edit", ["template", "special token"])
+def test_a_run_notices_that_the_template_changed(make, tmp_path, edit):
     """Nothing is lost: the rows stay as they are, until someone prepares them again."""
     folder = tmp_path / "template"
     folder.mkdir()
@@ -176,16 +176,12 @@ def test_a_run_notices_that_data_or_template_changed(make, tmp_path, edit):
     assert open_or_prepare(cfg, SEQ_LEN) == prepare(cfg, max_seq_len=SEQ_LEN) == prepared
     assert files(prepared) == before
 
-    changes = {  # of the same size
-        "data": (tmp_path / "chat.jsonl", "never", "evern"),
-        "template": (template, ": ", "; "),
-        "special token": (tokens, "/", "!"),
-    }
-    path, old, new = changes[edit]
-    path.write_text(path.read_text().replace(old, new))
-    name = "dataset" if edit == "data" else "chat_template"
+    if edit == "template":  # of the same size
+        template.write_text(source.replace(": ", "; "))
+    else:
+        tokens.write_text(tokens.read_text().replace("/", "!"))
     message = refusal(open_or_prepare, cfg, SEQ_LEN)
-    assert message.startswith(f"{name}={getattr(cfg, name)} changed after {prepared} was made")
+    assert message.startswith(f"chat_template={folder} changed after {prepared} was made")
     assert files(prepared) == before
 
     command = message.partition("python data.py ")[2]

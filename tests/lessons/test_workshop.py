@@ -169,12 +169,9 @@ import torch
 import torch.distributed as dist
 
 def double(x): return 2 * x
-def crash(x): return x / 0
 def wait(): time.sleep(1000)
 def later(): raise NotImplementedError("write it")
-def leave(): raise SystemExit(3)
 def change(x): x += 1
-def not_of_torch(*args): torch.softmax(torch.ones(2, dtype=torch.int64), -1)
 def add_up(x):
     dist.all_reduce(x)
     return x, dist.get_rank()
@@ -214,22 +211,6 @@ def test_results_come_back(odd):
     assert given == 1
 
 
-@pytest.mark.parametrize(
-    "name, args, words",
-    [
-        ("crash", [1], ["crash(1)", "ZeroDivisionError", "line 7", "return x / 0"]),
-        ("missing", [], ["the answer has no missing"]),
-        ("not_of_torch", [], ["NotImplementedError", "softmax"]),
-        ("leave", [], ["SystemExit: 3"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_goes_wrong_is_told(odd, name, args, words):
-    with pytest.raises(AssertionError) as error:
-        odd.call(name, *args)
-    assert all(word in str(error.value) for word in words), error.value
-
-
 def test_a_rank_that_fails_is_told_at_once(odd):
     with pytest.raises(AssertionError, match="on 2 ranks, fail_on_one_rank.*line .*TypeError"):
         odd.call_on_ranks(2, "fail_on_one_rank", torch.ones(1))
@@ -239,7 +220,7 @@ def test_a_rank_that_fails_is_told_at_once(odd):
 
 def test_what_does_not_end_is_stopped(odd, monkeypatch):
     monkeypatch.setattr(answers, "SECONDS", 0.2)
-    with pytest.raises(AssertionError, match=r"wait\(\): line 8: .* 0.2 s. Does it end"):
+    with pytest.raises(AssertionError, match=r"wait\(\): line 7: .* 0.2 s. Does it end"):
         odd.call("wait")
     monkeypatch.setattr(answers, "STARTING", 0.2)
     odd.pools = {}
@@ -277,6 +258,20 @@ def test_changes_of_files_have_names(odd, tmp_path):
     assert names("save_in_place") == ["open", "write", "close"]
     assert names("save") == ["open", "write", "close", "rename"]
     assert names("save_for_good") == "open,write,flush,fsync file,close,fsync folder".split(",")
+
+
+@pytest.mark.parametrize("function, may_tear", [("save", False), ("save_in_place", True)])
+def test_kills(odd, tmp_path, function, may_tear):
+    """In place there is a moment with a part of the new text; with a rename there is none."""
+    path = tmp_path / "file"
+    n_changes = len(odd.kill(function, str(path), "the new text", at=None))
+    seen = set()
+    for at in range(n_changes):
+        path.write_text("old")
+        assert odd.kill(function, str(path), "the new text", at=at)
+        seen.add(path.read_text())
+    assert "old" in seen and bool(seen - {"old", "the new text"}) == may_tear
+    assert not odd.kill(function, str(path), "the new text", at=n_changes)
 
 
 @pytest.mark.parametrize(
