@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import processes
 from config import MPTConfig
-from evaluation.score import Request, all_batches, grouped, score
+from evaluation.score import Group, Request, all_batches, grouped, score
 from model import MPT, init_weights
 
 ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
@@ -77,6 +77,22 @@ def test_scores_equal_those_of_one_request_at_a_time(more, batch_tokens):
     expected = torch.tensor([alone(mpt, row) for row in rows], dtype=torch.float64)
     assert 10 < expected[:, 1].sum() < 40
     torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_what_has_one_context_is_grouped_where_that_fits_and_pays():
+    long = list(range(100, 120))
+    rows = [
+        request([*long, 1, 2, 3], 3),
+        request([5, 6, 1, 2, 3], 3),
+        request([*long, 1, 2, 7, 7], 4),
+        request([*long, 9], 2),  # a shorter context
+        request([5, 6, 3, 2, 1], 3),  # two ids are not worth a pass
+    ]
+    assert grouped(rows, 1000) == [Group([0, 2], 20), Group([1]), Group([4]), Group([3])]
+    assert grouped(rows, 45) == [Group([i]) for i in (0, 2, 1, 4, 3)]
+    three = [request([*long, i, i], 2) for i in range(3)]
+    assert grouped(three, 50) == [Group([0, 1], 20), Group([2])]
+    assert grouped([], 1000) == []
 
 
 def test_a_context_is_read_once():
