@@ -161,6 +161,7 @@ BAD = {  # a file, and what is said of it
     "a.jsonl: half a line": (lines("fine") + '{"text": "half\n', ", line 2: expected one JSON"),
     "b.jsonl: another field": (lines("fine") + '{"content": "x"}\n', ", line 2: expected one"),
     "c.jsonl: a list": (lines("fine") + '["text"]\n', ", line 2: expected one JSON object"),
+    "e.jsonl: no text": (lines("fine") + '{"text": 5}\n', ", line 2: expected one JSON object"),
     "d.jsonl: deep": (lines("fine") + "[" * 10**5 + "\n", ", line 2: expected one JSON object"),
 }
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import random
 import resource
 import shutil
@@ -430,6 +431,7 @@ def change_head(folder):
 NORM = "transformer.norm_f.weight"
 POSITIONS = "transformer.wpe.weight"
 BROKEN = {  # the message, and what is done to the folder
+    "00001-of-.* is truncated or damaged": lambda f: os.truncate(first(f), 9999),
     r"names \d+ files, but model-00001": lambda f: first(f).unlink(),
     "No such file or directory: .*config.json": lambda f: (f / "config.json").unlink(),
     "no weights in .*expected model.safetensors": remove_weights,
