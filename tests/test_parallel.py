@@ -40,6 +40,7 @@ RUN = TrainConfig(
     warmup_steps=2,
     lr=2e-3,
     decoupled_weight_decay=1e-4,
+    grad_clip=3.0,  # the first steps are clipped, the last ones are not
 )
 ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
 
