@@ -219,6 +219,7 @@ def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
     assert relative_error(ours, loss) < limit
     atol = 10 * limit * loss.item()
     for name, p in model.named_parameters():
+        assert p.grad is not None, name
         torch.testing.assert_close(p.grad, weights[name].grad, rtol=0, atol=atol, msg=name)
 
 

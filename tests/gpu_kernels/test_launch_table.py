@@ -159,22 +159,6 @@ def test_it_fits_with_every_feature(case, found):
     check(case, found[name(case)])
 
 
-def facts_with_row(world, row, cases):
-    """The facts of (architecture, head dim, pass) with `row` in place of the table's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_table, "row_for", lambda *_: row)
-        return [facts(attention_binary(*case)) for case in cases]
-
-
-@pytest.mark.slow
-def test_triton_has_no_matrix_instructions_before_sm_80(ranks):
-    """If this fails, a newer Triton has them: see WITHOUT_MATRIX_INSTRUCTIONS."""
-    cases = [("sm_80", 64, "dq"), ("sm_75", 64, "dq")]
-    ampere, turing = ranks(2)(facts_with_row, UNKNOWN, cases)[0]
-    assert ampere["matrix"] > 0 and ampere["spilled"] == 0
-    assert turing["matrix"] == 0 and turing["spilled"] > 0
-
-
 # --- the lookup
 
 
