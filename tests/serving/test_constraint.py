@@ -115,7 +115,7 @@ SIMPLE = st.one_of(
 SCHEMAS = st.recursive(SIMPLE, larger, max_leaves=6)
 
 
-@pytest.mark.parametrize("n_schemas", [30, slowly(300)])
+@pytest.mark.parametrize("n_schemas", [20, slowly(300)])
 def test_each_text_that_ends_by_itself_conforms(n_schemas):
     check_random_schemas(BYTES, n_schemas)
 
@@ -198,6 +198,9 @@ TEXTS = [
     ({"properties": {'"': {"type": "integer"}}}, '{"\\"": "y"}', False),
     ({"properties": {'"': {"type": "integer"}}}, '{"\\"": 4}', True),
     ({"type": "object"}, INDENTED, True),
+    ({"type": "object"}, "[1]", False),
+    (dict(properties={"a": {}, "b": {}}, required=["a", "b"]), '{"a": 1, "b": 2}', True),
+    (dict(properties={"b": {}, "a": {}}, required=["a", "b"]), '{"a": 1, "b": 2}', False),
     ({"type": "object"}, '{"a":' + " " * 40 + "1}", False),
     ({"type": "object"}, "{" + "\n" * 40 + "}", False),
     ({"type": "string", "pattern": r"^--\w+[\]-]$"}, '"--a]"', True),
@@ -209,20 +212,6 @@ TEXTS = [
 @pytest.mark.parametrize("schema, text, fits", TEXTS, ids=str)
 def test_texts_that_a_schema_allows(schema, text, fits):
     assert takes(CONSTRAINTS.schema(schema), text) == fits
-
-
-def test_properties_come_in_the_order_of_the_schema():
-    ab, ba = (
-        {"properties": dict.fromkeys(names, {}), "required": [*names]} for names in ("ab", "ba")
-    )
-    assert takes(CONSTRAINTS.schema(ab), '{"a": 1, "b": 2}')
-    assert not takes(CONSTRAINTS.schema(ba), '{"a": 1, "b": 2}')
-
-
-def test_any_json_object():
-    assert takes(CONSTRAINTS.schema({"type": "object"}), '{"a": [1, "x", {}], "b": null}')
-    for text in ("[1]", "1", "{]"):
-        assert not takes(CONSTRAINTS.schema({"type": "object"}), text)
 
 
 def test_each_date_exists():
@@ -461,21 +450,6 @@ def test_every_id_that_ends_texts_may_end_this_one():
 
 
 # --- Building
-
-
-def test_the_last_matchers_are_kept_and_texts_do_not_share_them(monkeypatch):
-    constraints = Constraints(BYTES, n_kept=2)
-    built = []
-    build = grammar.matcher_of
-    monkeypatch.setattr(
-        grammar, "matcher_of", lambda *about: built.append(about[2]) or build(*about)
-    )
-    for pattern in ("a+", "b+", "a+", "c+", "a+", "b+"):
-        constraint = constraints.regex(pattern)
-        assert allowed(constraint) == {ord(pattern[0])}
-        constraint.accept(ord(pattern[0]))
-    assert built == ["a+", "b+", "c+", "b+"]
-    assert len(constraints.kept) == 2
 
 
 def many(n: int, spelling: str, value=None) -> dict:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import types
 from pathlib import Path
 
 from fastapi.testclient import TestClient
@@ -17,9 +16,9 @@ from serving.catalog import Catalog
 from text import chat
 from text import tokenizer as tokenizers
 from web import app
+from web.completions import Service
 from web.files import Finetuning
 from web.jobs import Job
-from web.metrics import Metrics
 
 KEYS = ["a-key-of-the-tests-0001", "a-key-of-the-tests-0002"]
 
@@ -39,13 +38,11 @@ def client_of(
         worker="python -m web.worker jobs",
     )
     finetuning.make_folders()
-    service = types.SimpleNamespace(
-        finetuning=finetuning,
-        tokenizer=tokenizers.load("bytes"),
+    service = Service(
+        Catalog("base", folder / "jobs/models", read=lambda path: None, check=None),
         template=chat.load_template("", {}),
-        catalog=Catalog("base", folder / "jobs/models", lambda path: None, check=None),
-        metrics=Metrics(),
-        most_seconds=600,
+        tokenizer=tokenizers.load("bytes"),
+        finetuning=finetuning,
     )
     guard = app.build(service, KEYS, [], 100, folders)
     headers = {"Authorization": f"Bearer {key}"}

@@ -75,8 +75,9 @@ def test_a_completion(client):
     assert other != choice.text
     echoed = client.completions.create(**asked, echo=True).choices[0].text
     assert echoed == "the river" + choice.text
-    ids = client.completions.create(**{**asked, "prompt": list(b"the river")})
-    assert ids.choices[0].text == choice.text
+    as_ids = {"prompt": list(b"the river"), "logprobs": 3}
+    ids = client.completions.create(**asked | as_ids).choices[0]
+    assert ids.text == choice.text and len(ids.logprobs.tokens) == 12
 
 
 def test_several_texts_in_one_request(client):
@@ -131,15 +132,6 @@ def test_the_end_of_an_answer_and_stop_strings_end_a_text(client, served):
     lenient = openai_client(served, strict=False)
     chunks = list(lenient.completions.create(**asked, stop=[stop], stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.text
-
-
-def test_logprobs_of_a_completion(client):
-    asked = dict(model="run", prompt="the river", max_tokens=6, temperature=0)
-    logprobs = client.completions.create(**asked, logprobs=3).choices[0].logprobs
-    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 6
-    for value, likeliest in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert 1 <= len(likeliest) <= 3  # two halves of characters look alike as text
-        assert max(likeliest.values()) == pytest.approx(value)
 
 
 def test_an_echoed_prompt_has_the_log_probabilities_of_the_model(served, folder):
