@@ -226,6 +226,7 @@ def test_control_c_stops_the_text_and_not_the_program(run):
     assert b"tokens/s" in err and b"Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
     exported = tmp_path / "theirs"
     hf.export(str(run), str(exported))

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE, ROOT
-from launches import Program
 from servers import ASK, CHAT, KEY, Served
 
 pytest.importorskip("fastapi")
 
-from finetuning import end_trainings, lines  # noqa: E402
+from finetuning import Place, lines  # noqa: E402
 
 from config import MPTConfig, TrainConfig  # noqa: E402
-from web import worker  # noqa: E402
 from weights import card  # noqa: E402
 
 MS = 1000 * PATIENCE
@@ -277,44 +275,41 @@ def test_jobs_without_a_worker(browser, tiny_run, tmp_path):
     """
     shutil.copytree(tiny_run, tmp_path / "run")
     server = Served(tmp_path, "--jobs=my jobs", "--rows=4")
-    try:
-        visit = Visit(browser, server.port)
-        page = visit.open("jobs")
-        choose_file(page, lines(20))
-        page.get_by_text("pairs.jsonl is uploaded").wait_for()
-        page.get_by_role("button", name="Start the job").dblclick()
-        page.get_by_text("No worker yet: python -m web.worker 'my jobs'").wait_for()
-        page.get_by_role("button", name="Start the job").and_(page.locator(":enabled")).wait_for()
-        folder = tmp_path / "my jobs/jobs"
-        (made,) = folder.iterdir()
-        for number in range(250):  # jobs of before, all of which have ended
-            name = f"ftjob-{number:024x}"
-            shutil.copytree(made, folder / name)
-            (folder / name / "state.json").write_text(ENDED)
-        page.reload()
-        page.locator("#job-list > li").nth(250).wait_for()
-        (folder / made.name / "state.json").write_text(ENDED)
-        page.locator("#job-list > li").first.get_by_role("button", name="Try it").wait_for()
+    visit = Visit(browser, server.port)
+    page = visit.open("jobs")
+    choose_file(page, lines(20))
+    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+    page.get_by_role("button", name="Start the job").dblclick()
+    page.get_by_text("No worker yet: python -m web.worker 'my jobs'").wait_for()
+    page.get_by_role("button", name="Start the job").and_(page.locator(":enabled")).wait_for()
+    folder = tmp_path / "my jobs/jobs"
+    (made,) = folder.iterdir()
+    for number in range(250):  # jobs of before, all of which have ended
+        name = f"ftjob-{number:024x}"
+        shutil.copytree(made, folder / name)
+        (folder / name / "state.json").write_text(ENDED)
+    page.reload()
+    page.locator("#job-list > li").nth(250).wait_for()
+    (folder / made.name / "state.json").write_text(ENDED)
+    page.locator("#job-list > li").first.get_by_role("button", name="Try it").wait_for()
 
-        visit.open("playground").locator("#model-a option").first.wait_for(state="attached")
-        page.get_by_text("JSON schema").click()
-        page.get_by_label("the answer conforms").fill(json.dumps(SCHEMA))
-        visit.open("playground?model=run&beside=&kind=text").get_by_label("Prompt").last.fill("x")
-        page.locator("#structure:not([open])").wait_for()
-        with page.expect_request("**/v1/completions") as asked:
-            page.get_by_role("button", name="Generate").click()
-        assert "response_format" not in asked.value.post_data_json
-        page.get_by_text("Done.").wait_for()
-
-        page.get_by_label("Temperature").fill("5")
-        page.locator("#sampling summary").click()
+    visit.open("playground").locator("#model-a option").first.wait_for(state="attached")
+    page.get_by_text("JSON schema").click()
+    page.get_by_label("the answer conforms").fill(json.dumps(SCHEMA))
+    visit.open("playground?model=run&beside=&kind=text").get_by_label("Prompt").last.fill("x")
+    page.locator("#structure:not([open])").wait_for()
+    with page.expect_request("**/v1/completions") as asked:
         page.get_by_role("button", name="Generate").click()
-        page.locator("#temperature:focus").wait_for()  # with the browser's message
-        assert page.locator(".answer").count() == 1
-        assert visit.errors() == []
-    finally:
-        server.process.kill()
-        server.process.wait()
+    assert "response_format" not in asked.value.post_data_json
+    page.get_by_text("Done.").wait_for()
+
+    page.get_by_label("Temperature").fill("5")
+    page.locator("#sampling summary").click()
+    page.get_by_role("button", name="Generate").click()
+    page.locator("#temperature:focus").wait_for()  # with the browser's message
+    assert page.locator(".answer").count() == 1
+    assert visit.errors() == []
+    server.process.kill()
 
 
 ENDED = '{"status": "succeeded", "deaths": 0, "restarts": 0, "finished_at": 1}'
@@ -325,19 +320,8 @@ ENDED = '{"status": "succeeded", "deaths": 0, "restarts": 0, "finished_at": 1}'
 
 @pytest.fixture
 def place(tiny_run, tmp_path):
-    """A folder with a base, served with jobs and runs, and a worker. Nothing is left running."""
-    shutil.copytree(tiny_run, tmp_path / "run")
-    shutil.copytree(tiny_run, tmp_path / "runs" / "base")
-    (tmp_path / "keys.txt").write_text(KEY)
-    flags = ["--jobs=jobs", "--runs=runs", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
-    server = Served(tmp_path, *flags)
-    flags = ["jobs", "--poll_seconds=0.05"]
-    trainer = Program(worker.main, flags, tmp_path, tmp_path / "worker.log")
-    yield server
-    for process in (trainer, server.process):
-        process.kill()
-        process.wait()
-    end_trainings(tmp_path)
+    with Place(tiny_run, tmp_path) as place:
+        yield place
 
 
 def choose_file(page, content) -> None:
@@ -359,7 +343,12 @@ def start_job(page, suffix, epochs) -> None:
 
 @pytest.mark.slow
 def test_the_whole_story(browser, place, tmp_path):
-    visit = Visit(browser, place.port, key="")
+    shutil.copytree(tmp_path / "run", tmp_path / "runs" / "base")
+    (tmp_path / "keys.txt").write_text(KEY)
+    flags = ["--jobs=jobs", "--runs=runs", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
+    server = Served(tmp_path, *flags)
+    place.worker()
+    visit = Visit(browser, server.port, key="")
     page = visit.open("jobs")
     page.get_by_label("API key").fill(KEY)
     page.get_by_role("button", name="Continue").click()
@@ -408,7 +397,8 @@ def test_the_whole_story(browser, place, tmp_path):
     assert made in Path(download.value.path()).read_text()
     visit.open("evaluation").locator("#evaluation-status").wait_for()
     assert visit.errors() == [] and page.title().startswith("Evaluation")
-    look_at_all(browser, place, f"runs?run=base&run=jobs/{made}", tmp_path)
+    look_at_all(browser, server, f"runs?run=base&run=jobs/{made}", tmp_path)
+    server.process.kill()
 
 
 SCHEMA = {
@@ -425,10 +415,10 @@ SEEN = {  # view: what is there as soon as it has loaded
 }
 
 
-def look_at_all(browser, place, runs, folder) -> None:
+def look_at_all(browser, server, runs, folder) -> None:
     """Each view in both looks: a picture, nothing too wide, readable for all."""
     for size, theme in LOOKS:
-        visit = Visit(browser, place.port, size, theme)
+        visit = Visit(browser, server.port, size, theme)
         for view, there in SEEN.items():
             page = visit.open(runs if view == "runs" else view)
             page.locator(there).first.wait_for(state="attached")
