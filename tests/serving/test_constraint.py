@@ -1,6 +1,7 @@
 """serving/constraint.py: whatever is drawn through its masks conforms; the rest is refused."""
 
 import asyncio
+import contextlib
 import datetime
 import json
 import random
@@ -484,29 +485,14 @@ TRIED = [("JSON schema", json_of(schema)) for schema in HOSTILE.values()]
 TRIED += [("regex", pattern) for pattern in REPETITIONS]
 
 
-@pytest.mark.parametrize(
-    "kind, text", [slowly(*one) for one in TRIED], ids=[*HOSTILE, *range(len(REPETITIONS))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, text", TRIED, ids=[*HOSTILE, *range(len(REPETITIONS))])
 def test_whatever_is_not_refused_is_built_in_a_second_of_a_processor(kind, text):
-    check_cost(kind, text)
-
-
-def test_what_takes_too_long_is_refused_before_it_is_built():
-    assert "takes more than 0.5 s" in check_cost(*TRIED[0])
-    assert check_cost("regex", "a{1,9}") == ""
-
-
-def check_cost(kind, text) -> str:
-    """The reason why something is not built; AssertionError if it then takes too long."""
     begin = time.process_time()
-    try:
+    with contextlib.suppress(UserError):
         asyncio.run(CONSTRAINTS.require_cheap(kind, text))
         CONSTRAINTS.constraint(kind, text)
-    except UserError as error:
-        return str(error)
-    finally:
-        assert time.process_time() - begin < 2 * grammar.SECONDS
-    return ""
+    assert time.process_time() - begin < 2 * grammar.SECONDS
 
 
 def test_threads_may_build_at_the_same_time():
