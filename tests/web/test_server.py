@@ -308,8 +308,8 @@ SLOW_SCHEMA = {"patternProperties": {f"^k{i:03}": {} for i in range(600)}}
         ({"prompt": [1, 2, 320]}, 400, "ids are from 0"),
         ({"prompt": ["x"] * 20_000}, 400, "send several requests"),
         ({"prompt": []}, 400, "empty list"),
-        ({"prompt": [5, "a"]}, 400, "prompt.1: Input should be a valid integer (got 'a')"),
-        ({"prompt": [[5], "a"]}, 400, "prompt.1: Input should be a valid list (got 'a')"),
+        ({"prompt": [5, "a"]}, 400, "prompt.1"),
+        ({"prompt": [[5], "a"]}, 400, "prompt.1"),
         ({"prompt": [1.5] * 200_000}, 400, "prompt"),
         ({"temperature": float("nan")}, 400, "temperature"),
         ({"n": 10**6}, 400, "n: "),
@@ -411,31 +411,24 @@ def test_top_p_of_0_takes_the_likeliest_token(served):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(
-    "messages, words",
-    [
-        ([], "messages"),
-        ([{"role": "user"}], "content"),
-        ([{"role": "owner", "content": "x"}], "role"),
-        ([{"role": "user", "content": "x"}] * 2, "alternate"),
-        (
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
-            "expected user",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            "messages.0.content.0.type: Input should be 'text' (got 'image_url')",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}],
-            "messages.0.content.0.image_url: this is not supported",
-        ),
-        (
-            [{"role": "user", "content": "x", "tool_calls": [{"id": "a"}]}],
-            "tool_calls: this is not",
-        ),
-    ],
-)
+USER = {"role": "user", "content": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+DISORDER = [  # messages, words of the answer
+    ([], "messages"),
+    ([{"role": "user"}], "content"),
+    ([{"role": "owner", "content": "x"}], "role"),
+    ([USER, USER], "alternate"),
+    ([USER, {"role": "assistant", "content": "y"}], "expected user"),
+    ([USER | {"content": [IMAGE]}], "messages.0.content.0.type"),
+    (
+        [USER | {"content": [{"type": "text", "text": "x", "image_url": "y"}]}],
+        "content.0.image_url",
+    ),
+    ([USER | {"tool_calls": [{"id": "a"}]}], "tool_calls"),
+]
+
+
+@pytest.mark.parametrize("messages, words", DISORDER)
 def test_a_conversation_in_disorder_is_refused(served, messages, words):
     status, body = served.post("/v1/chat/completions", {**CHAT, "messages": messages})
     assert status == 400 and words in body["error"]["message"], body
