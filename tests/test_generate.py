@@ -152,7 +152,7 @@ def test_a_run_with_adapters_is_one_for_its_base_alone(said, run, tmp_path, caps
     assert f"{tuned} belongs to " in message and "step-1" in message
 
 
-WRONG_ADAPTERS = {
+WRONG = {  # flags, words of the answer
     "--adapter={a} --adapter={b}": "2 adapters for 1 prompts",
     "--prompt=x --adapter=none --adapter={a}": "2 adapters for 1 prompts",
     "--interactive --adapter={a} --adapter={b}": "--interactive writes all texts with one adapter",
@@ -162,20 +162,6 @@ WRONG_ADAPTERS = {
     "--adapter=": "--adapter is empty",
     "--adapter={run}": "holds a whole model, no adapters",
     "--adapter={cut}": "cut/adapter_model.safetensors is truncated or damaged",
-}
-
-
-def test_wrong_adapters_are_answered_in_one_line(run, tmp_path):
-    a, b = write_adapters(run, tmp_path)
-    cut = tmp_path / "cut"
-    shutil.copytree(a, cut)
-    os.truncate(cut / "adapter_model.safetensors", 5000)
-    places = {"a": a, "b": b, "run": run, "cut": cut, "folder": tmp_path}
-    for flags, message in WRONG_ADAPTERS.items():
-        assert message in refusal(program.main, [str(run), *flags.format(**places).split()])
-
-
-WRONG_FLAGS = {
     "--step=9": "step-1, step-2, and 0 is untrained",
     "--top_p=-0.1": "top_p in [0, 1]",
     "--top_k=-1": "top_k must be 0 or more",
@@ -190,11 +176,15 @@ WRONG_FLAGS = {
 }
 
 
-def test_program_answers_mistakes_in_one_line(run, tmp_path):
+def test_mistakes_are_answered_in_one_line(run, tmp_path):
+    a, b = write_adapters(run, tmp_path)
+    cut = tmp_path / "cut"
+    shutil.copytree(a, cut)
+    os.truncate(cut / "adapter_model.safetensors", 5000)
     (tmp_path / "empty").write_text("\n\n")
-    for flags, message in WRONG_FLAGS.items():
-        argv = [str(run), *flags.format(folder=tmp_path).split()]
-        assert message in refusal(program.main, argv)
+    places = {"a": a, "b": b, "run": run, "cut": cut, "folder": tmp_path}
+    for flags, message in WRONG.items():
+        assert message in refusal(program.main, [str(run), *flags.format(**places).split()])
     assert "no checkpoint in" in refusal(program.main, [str(tmp_path)])
     assert "is a file, not a folder: import it first" in refusal(program.main, [__file__])
     assert "usage: python" in refusal(program.main, [str(run), str(run)])

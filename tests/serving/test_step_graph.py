@@ -110,6 +110,11 @@ def test_generate_keeps_its_graphs_and_two_at_a_time_do_not_share_memory(made):
     for *both, expected in zip(*calls, wanted, strict=True):
         assert all(torch.equal(token, expected) for token in both)
     assert len(made) == 2 * n_graphs  # the first call's, and others
+    with torch.inference_mode():
+        for kv in (decode.graphs.memory.k, decode.graphs.memory.v):
+            kv.fill_(torch.nan)  # as a text leaves it whose numbers overflow
+    again = list(generate(decode, ids, 10, pad=pad, temperature=0))
+    assert torch.equal(torch.stack(again), torch.stack(wanted))
     list(generate(decode, ids[:1], 10, temperature=0))
     assert {len(key) for key in decode.graphs.graphs} == {3}
 

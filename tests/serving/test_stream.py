@@ -24,13 +24,6 @@ def texts(cfg, prompts, n=40, stops=(), seed=1):
     return [Text(prompt, BYTES, cfg, n, stops, seed) for prompt in prompts]
 
 
-def test_special_tokens_of_a_prompt_are_text_unless_asked_for():
-    prompt = "a<|endoftext|>b"
-    spelled = Text(prompt, BYTES, ALIBI, 1)
-    assert bytes(spelled.ids).decode() == prompt
-    assert Text(prompt, BYTES, ALIBI, 1, special_tokens=True).ids == [97, BYTES.eot, 98]
-
-
 def test_prompts_may_be_ids():
     (text,) = texts(ALIBI, ["a\xe9"])
     as_ids = Text(text.ids, BYTES, ALIBI, 40, seed=1)
