@@ -35,12 +35,10 @@ from model import MPT
 from program import UserError
 from storage.checkpoint_files import (
     Unpickler,
-    cause_of,
     checksum,
     find_damage,
     read_back,
     read_metadata,
-    reason_of,
 )
 from storage.files import write_json
 from text import tokenizer as tokenizers
@@ -247,20 +245,6 @@ def test_checksums_must_name_every_file(run):
         assert verify(path) == f"checksums.json does not name {name}"
 
 
-@pytest.mark.parametrize(
-    "change, cause",
-    [
-        ({"step": "5"}, r"meta\.json is damaged \('step' is '5'\)"),
-        ({"seed": None}, r"meta\.json is damaged \('seed' is None\)"),
-        ({"n_layers": "many"}, r"n_layers in .*meta\.json is 'many', expected a whole number"),
-    ],
-)
-def test_meta_of_the_wrong_shape_is_named(run, change, cause):
-    path = run / "checkpoints" / "step-5"
-    change_meta(path, **change)
-    assert re.search(cause, refusal(USES["sample"], run, None))
-
-
 def change_meta(path: Path, **values) -> None:
     """Change settings of a checkpoint and seal it again."""
     meta = json.loads((path / "meta.json").read_text())
@@ -309,15 +293,12 @@ def overlap(metadata):
 
 # What is changed, how, and the error.
 CHANGES = {
-    "a piece is missing": (lambda m: entry(m).chunks.clear(), "do not cover it"),
-    "a piece is negative": (resize_piece(-32, -128), "do not cover it"),
     "a piece is too large": (resize_piece(33, 128), "do not cover it"),
     "all is negative": (turn_negative, "a size that is no whole number"),
     "too large for its bytes": (enlarge, "is missing"),
     "a piece with other dimensions": (resize_piece(32), "cannot be trusted"),
     "two pieces overlap": (overlap, "do not cover it"),
     "a hole": (resize_piece(31, 128), "do not cover it"),
-    "a piece twice": (lambda m: entry(m).chunks.append(entry(m).chunks[0]), "do not cover it"),
     "nowhere": (lambda m: m.storage_data.pop(MetadataIndex(WEIGHT, [0, 0])), "is missing"),
     "beyond the end": (set_location(offset=2**40), "ends before a piece"),
     "integers": (lambda m: setattr(entry(m).properties, "dtype", torch.int64), "is torch.int64"),
@@ -349,12 +330,6 @@ PICKLES = {  # test_fuzz.py has random ones
 def test_a_pickle_of_another_kind_is_refused(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(PICKLES[name])
     assert ".metadata cannot be trusted" in refusal(read_metadata, tmp_path)
-
-
-def test_of_a_known_module_only_known_names_can_be_had(tmp_path):
-    """torch.serialization.load could read any file."""
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.serialization.load))
-    assert "refers to 'torch.serialization.load'" in refusal(read_metadata, tmp_path)
 
 
 # How versions of Python pickle a member of an enum, such as the memory format of each tensor.
@@ -444,12 +419,9 @@ def test_getattr_gets_only_the_member_of_an_enum(run, name, monkeypatch):
         assert verify(path) is None
 
 
-NOT_STEPS = ["step-²", "step-007", "step-", "step--1", "step-5x", "step-٣", "step-1.tmp"]
-
-
-@pytest.mark.parametrize("name", NOT_STEPS)
-def test_only_plain_numbers_are_steps(run, name):
-    (run / "checkpoints" / name).mkdir()
+def test_only_plain_numbers_are_steps(run):
+    for name in ["step-²", "step-007", "step-", "step--1", "step-5x", "step-٣", "step-1.tmp"]:
+        (run / "checkpoints" / name).mkdir()
     assert [path.name for path in checkpoint.complete(run / "checkpoints")] == ["step-5"]
     assert [path.name for path in checkpoint.numbered(run / "checkpoints")] == ["step-5"]
 
@@ -521,32 +493,3 @@ def test_no_tokenizer_from_elsewhere_is_read_or_copied(run, tmp_path, link):
     assert not (tmp_path / "new").exists()
     if not link:
         assert unread in refusal(USES["sample"], run, None)
-
-
-# --------------------------------------------------------------------------------------------------
-# Errors that DCP and torch wrap
-
-
-def wrapped(inner, outer):
-    """`outer`, raised while `inner` was being handled."""
-    try:
-        try:
-            raise inner
-        except BaseException:
-            raise outer  # noqa: B904
-    except BaseException as error:
-        return error
-
-
-def test_the_cause_is_found_behind_what_wraps_it():
-    full = OSError(28, "No space left on device")
-    of_torch = wrapped(full, RuntimeError("unexpected pos 704 vs 600"))
-    assert cause_of(of_torch) is full
-    failures = {3: (of_torch, None), 5: (ValueError("x"), None)}
-    of_dcp = dcp.CheckpointException("write", failures)
-    assert cause_of(of_dcp) is full
-    assert reason_of(of_dcp) == str(full)
-    plain = wrapped(KeyError("a"), RuntimeError("shapes differ"))
-    assert cause_of(plain) is plain
-    user_error = wrapped(OSError(2, "No such file"), UserError("give another folder"))
-    assert cause_of(user_error) is user_error
