@@ -215,14 +215,6 @@ def test_a_run_goes_on_as_it_would_have_before(ranks, old, n_ranks, layout, size
     assert checkpoint.read_meta(Path("run/checkpoints/step-12"))["recompute_every"] == 2
 
 
-@pytest.mark.slow
-def test_with_another_recomputation_the_microbatch_is_chosen_anew(ranks, old):
-    flags = ["settings.py", "--recompute_every=3", "--max_steps=7"]
-    ((status, message, said),) = ranks(1)(train_in, old, flags)
-    assert status == 0, message
-    assert "microbatch 8, not auto: " in said and "planning.memory" in said
-
-
 def test_a_run_is_checked(old, one_process, capsys):
     resume.demonstrate(["run"])
     assert capsys.readouterr().out == "run/checkpoints/step-6: sound\n"

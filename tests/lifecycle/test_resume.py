@@ -28,10 +28,6 @@ from storage import checkpoint_files
 # Damage is found before training
 
 
-def verify(world, path):
-    return checkpoint.verify(path)
-
-
 def choose(world, cfg):
     """What resume.choose answers or raises on this rank, and the lines that it prints."""
     printed = io.StringIO()
@@ -80,9 +76,7 @@ NO_CHECKSUMS = r"checksums\.json is missing or damaged"
 DAMAGES = {
     "truncated": (cut("__1_0.distcp", 4096), r"__1_0\.distcp: 4,096 bytes instead of [\d,]+"),
     "flipped": (flipped("__1_0.distcp", 100_000), r"__1_0\.distcp: checksum differs"),
-    "last byte": (flipped("__0_0.distcp", -1), r"__0_0\.distcp: checksum differs"),
     "no .metadata": (without(".metadata"), r"\.metadata: missing"),
-    "flipped meta.json": (flipped("meta.json", 30), r"meta\.json: checksum differs"),
     "no checksums": (without("checksums.json"), NO_CHECKSUMS),
     "none of them": (lambda path: (path / "checksums.json").write_text("{}"), NO_CHECKSUMS),
 }
@@ -97,13 +91,6 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(ranks, two_saved, tmp
     assert answer == run / "checkpoints/step-1"
     assert re.search(rf"step-2 is damaged \({fault}\): it is kept as step-2\.damaged", line), line
     assert names(run) == ["step-1", "step-2.damaged"]
-
-
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_sound_one_is_sound(ranks, two_saved, size):
-    path = two_saved / "checkpoints/step-2"
-    assert ranks(size)(verify, path) == [None] * size
-    assert chosen(ranks, size, replace(RUN, run_dir=str(two_saved))) == (path, [])
 
 
 def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
@@ -362,9 +349,7 @@ def choose_as_anyone(world, cfg):
         return choose(world, cfg)
 
 
-@pytest.mark.parametrize(
-    "hidden", ["", "step-2", "step-2/__1_0.distcp", "step-2/.metadata", "step-2/checksums.json"]
-)
+@pytest.mark.parametrize("hidden", ["", "step-2/__1_0.distcp", "step-2/checksums.json"])
 def test_what_may_not_be_read_is_neither_absent_nor_damaged(ranks, two_saved, anyones, hidden):
     run = shutil.copytree(two_saved, anyones / "run")
     for folder in (run, run / "checkpoints"):
@@ -438,29 +423,6 @@ def test_damage_and_steps_to_skip_together(ranks, tmp_path):
 # Whether it fits
 
 
-OTHER = {
-    "d_model": 84,
-    "n_heads": 3,
-    "n_layers": 5,
-    "expansion_ratio": 2.0,
-    "max_seq_len": 16,
-    "vocab_size": 98,
-    "learned_pos_emb": False,
-    "alibi": True,
-    "alibi_bias_max": 4.0,
-    "kv_n_heads": 2,
-    "no_bias": True,
-    "clip_qkv": 6.0,
-    "qk_ln": True,
-    "softmax_scale": 0.5,
-    "logit_scale": 2.0,
-    "tie_word_embeddings": False,
-    "rope": True,
-    "rope_theta": 500.0,
-    "attn_uses_sequence_id": True,
-}
-
-
 def test_a_checkpoint_from_before_a_setting_had_its_default():
     old = {name: value for name, value in META.items() if not name.startswith("rope")}
     resume.check_same(Path("x"), old, MODEL, RUN, "f00")
@@ -468,11 +430,15 @@ def test_a_checkpoint_from_before_a_setting_had_its_default():
         resume.check_same(Path("x"), old, replace(MODEL, rope=True), RUN, "f00")
 
 
-@pytest.mark.parametrize("key", OTHER)
+FREE = {"attn_impl", "norm_type", "emb_pdrop", "attn_pdrop", "resid_pdrop"}
+
+
+@pytest.mark.parametrize("key", sorted(set(MPTConfig.__dataclass_fields__) - FREE))
 def test_another_model_is_refused_by_name(key):
-    here = replace(MODEL, **{key: OTHER[key]})
-    with pytest.raises(UserError, match=rf"another model: {key} .* \(here {OTHER[key]}\)"):
-        resume.check_same(Path("x"), META, here, RUN, "f00")
+    value = getattr(MODEL, key)
+    other = not value if isinstance(value, bool) else 2 * (value or 4)
+    with pytest.raises(UserError, match=rf"another model: {key} .* \(here {other}\)"):
+        resume.check_same(Path("x"), META, replace(MODEL, **{key: other}), RUN, "f00")
 
 
 @pytest.mark.parametrize(
@@ -539,18 +505,8 @@ def test_what_may_change_may_change():
     resume.check_same(Path("x"), META, model, TrainConfig(global_batch_size=12, **how), "f00")
 
 
-@pytest.mark.parametrize(
-    "saved, here",
-    [("layernorm", "rmsnorm"), ("low_precision_rmsnorm", "low_precision_layernorm")],
-)
-def test_a_norm_of_your_own_is_another_model(saved, here):
-    meta, model_cfg = META | {"norm_type": saved}, replace(MODEL, norm_type=here)
+def test_a_norm_of_your_own_is_another_model():
+    meta, model_cfg = META | {"norm_type": "layernorm"}, replace(MODEL, norm_type="rmsnorm")
     of_a_fork = mock.patch.dict(config.MPTConfig.__annotations__, norm_type=str)
     with of_a_fork, pytest.raises(UserError, match="another model: norm_type"):
         resume.check_same(Path("x"), meta, model_cfg, RUN, "f00")
-
-
-def test_every_setting_of_the_model_is_held_to_or_known_to_be_free():
-    free = {"attn_impl", "norm_type", "emb_pdrop", "attn_pdrop", "resid_pdrop"}
-    assert set(OTHER) | free == set(MPTConfig.__dataclass_fields__)
-    assert config.from_dict(MPTConfig, META) == MODEL

@@ -21,22 +21,18 @@ CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
 
 
-def steps_with(is_due, max_steps=10):
-    return [done for done in range(max_steps + 1) if is_due(done)]
-
-
-def test_what_follows_each_step():
-    cfg = TrainConfig(max_steps=10, eval_interval=4, icl_interval=5, save_interval=3, keep_every=6)
-    assert steps_with(cfg.evaluation_due) == [0, 4, 8, 10]
-    assert steps_with(cfg.tasks_due) == [0, 5, 10]
-    assert steps_with(lambda done: save_due(cfg, done)) == [3, 6, 9, 10]
-
-
-def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
-    cfg = TrainConfig(max_steps=10, eval_interval=0, save_interval=0, keep_every=0)
-    assert steps_with(cfg.evaluation_due) == [0, 10]
-    assert steps_with(cfg.tasks_due) == []
-    assert steps_with(lambda done: save_due(cfg, done)) == [10]
+@pytest.mark.parametrize(
+    "settings, evaluates, scores, saves",
+    [
+        ({"eval_interval": 4, "icl_interval": 5}, [0, 4, 8, 10], [0, 5, 10], [10]),
+        ({"eval_interval": 0, "save_interval": 5, "keep_every": 4}, [0, 10], [], [4, 5, 8, 10]),
+    ],
+)
+def test_what_follows_each_step(settings, evaluates, scores, saves):
+    cfg = TrainConfig(max_steps=10, **settings)
+    assert [done for done in range(11) if cfg.evaluation_due(done)] == evaluates
+    assert [done for done in range(11) if cfg.tasks_due(done)] == scores
+    assert [done for done in range(11) if save_due(cfg, done)] == saves
 
 
 @pytest.mark.parametrize(
@@ -73,20 +69,6 @@ def wishing(world, cfg=None, signals=None, settled=True, saved_at=0.0):
         lease=SimpleNamespace(mirror=done),
         saved_at=saved_at,
     )
-
-
-def test_the_clock_for_saving(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now))
-    saved = wishing(ALONE, TrainConfig(save_minutes=2), saved_at=now)
-    now += 119
-    assert not Run.agree(saved).save
-    now += 2
-    assert Run.agree(saved).save
-    saved.saved_at = now
-    assert not Run.agree(saved).save
-    now += 1e6
-    assert not Run.agree(wishing(ALONE, saved_at=1000.0)).save
 
 
 def agree(world, wishes):
