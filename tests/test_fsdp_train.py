@@ -204,7 +204,7 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [slowly(2), pytest.param(10, marks=pytest.mark.long)])
 def test_launches_end_well_again_and_again(tiny_data, tmp_path, times):
     """With gloo a rank now and then aborts while the interpreter shuts down.
 

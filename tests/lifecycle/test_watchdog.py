@@ -115,13 +115,13 @@ def test_a_rank_that_is_held_up_is_not_given_up(sleepers, patience):
 
 
 def leave_in_turns(rank):
-    time.sleep([14, 0, 28][rank])
+    time.sleep([10, 0, 20][rank])
 
 
 @pytest.mark.slow
 def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers):
-    """Rank 1 leaves at once, rank 0 after 14 s, rank 2 after 28 s: a silence may last 12 s."""
-    job = sleepers(3, patience=12, body=leave_in_turns)
+    """Rank 1 leaves at once, rank 0 after 10 s, rank 2 after 20 s: a silence may last 8 s."""
+    job = sleepers(3, patience=8, body=leave_in_turns)
     assert job.wait() == [0] * 3
     assert not job.errors()
     assert "TCPStore.cpp" not in job.log()  # nor does the store complain

@@ -209,7 +209,7 @@ def verify(path):
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "meta.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "meta.json"])
 def test_a_damaged_checkpoint_is_not_used(run, tmp_path, use, name):
     file = run / "checkpoints" / "step-5" / name
     content = bytearray(file.read_bytes())
