@@ -25,6 +25,7 @@ from conftest import flags_for, refusal, slowly
 from launches import FLAGS, FOREVER, Job, steps_of, train_in, wait_for
 from store_server import copy, steps
 from test_checkpoint import made_up
+from test_scenarios import before_step, blame_the_data
 
 import checkpoint
 import fsdp_train
@@ -197,7 +198,7 @@ class Cluster:
     def __init__(self, tmp_path, tiny_data, url, variables=None):
         self.tmp_path, self.url = tmp_path, url
         self.variables = variables or {}
-        self.flags = [*SAVES, *flags_for(tiny_data), f"--remote={url}"]
+        self.flags = [*SAVES, *flags_for(tiny_data), f"--remote={url}", "--run_dir=run"]
         self.count = 0
 
     def folder(self) -> Path:
@@ -207,11 +208,16 @@ class Cluster:
         folder.mkdir()
         return folder
 
-    def train(self, ranks, *flags, folder=None) -> tuple[int, str, str]:
+    def job(self, size: int, folder: Path, fault=None) -> Job:
+        """A run without end."""
+        fault = fault or functools.partial(in_a_hurry, self.variables)
+        return Job(folder, size, fsdp_train.main, [*self.flags, *FOREVER], fault=fault)
+
+    def train(self, ranks, *flags, folder=None, fault=None) -> tuple[int, str, str]:
         """A run to its end: status and message of rank 0, output of all."""
         where = folder or self.folder()
-        flags = [*self.flags, "--run_dir=run", *flags]
-        results = ranks(train_in, str(where), flags, functools.partial(in_a_hurry, self.variables))
+        fault = fault or functools.partial(in_a_hurry, self.variables)
+        results = ranks(train_in, str(where), [*self.flags, *flags], fault)
         return results[0][0], results[0][1], "".join(out for _, _, out in results)
 
 
@@ -224,6 +230,11 @@ def rows_of(folder) -> dict:
 @pytest.fixture
 def in_folder(tmp_path, tiny_data):
     return Cluster(tmp_path, tiny_data, f"file://{tmp_path}/there")
+
+
+@pytest.fixture
+def in_store(tmp_path, tiny_data, store):
+    return Cluster(tmp_path, tiny_data, store.url, store.variables)
 
 
 def test_a_run_goes_on_where_nothing_but_the_store_is_known(ranks, in_folder):
@@ -331,12 +342,11 @@ def test_here_or_there_the_newest_sound_one_wins(ranks, in_folder):
 
 
 @pytest.mark.slow
-def test_a_store_that_is_down_delays_nothing(ranks, tmp_path, tiny_data, store):
+def test_a_store_that_is_down_delays_nothing(ranks, in_store, store):
     """The run says so once, goes on, and catches up."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    folder, seen = cluster.folder(), store.proxy.requests
+    folder, seen = in_store.folder(), store.proxy.requests
     store.proxy.fault = lambda method, path: "refuse" if 40 < len(seen) < 100 else None
-    status, message, out = cluster.train(ranks(1), "--max_steps=40", folder=folder)
+    status, message, out = in_store.train(ranks(1), "--max_steps=40", folder=folder)
     assert status == 0, message
     assert out.count("The run goes on, and copies later") == 1
     assert out.count("answers again") == 1
@@ -345,19 +355,35 @@ def test_a_store_that_is_down_delays_nothing(ranks, tmp_path, tiny_data, store):
     assert stored == (folder / "run/metrics.jsonl").read_bytes()
 
 
+EXPIRED = 400, "ExpiredToken", "The provided token has expired."
+UNCOPIED = {  # the fault of the n-th request, whether it is waited for, and what the run says
+    "it does not answer": (
+        lambda n, path: "refuse" if "distcp" in path else None,
+        True,
+        ["is not in s3://", "the same command copies the rest"],
+    ),
+    "credentials expire": (
+        lambda n, path: EXPIRED if n > 15 else None,
+        False,
+        ["step-8 is not copied", "credentials have expired"],
+    ),
+}
+
+
 @pytest.mark.slow
-def test_the_wait_at_the_end_is_bounded(ranks, tmp_path, tiny_data, store):
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    store.proxy.fault = lambda method, path: "refuse" if "distcp" in path else None
+@pytest.mark.parametrize("name", UNCOPIED)
+def test_what_is_not_in_the_store_at_the_end_the_same_command_copies(ranks, in_store, store, name):
+    """The run ends with its checkpoints here, in bounded time."""
+    fault, is_waited_for, words = UNCOPIED[name]
+    store.proxy.fault = lambda method, path: fault(len(store.proxy.requests), path)
     prepare = functools.partial(impatient, store.variables)
-    folder = cluster.folder()
-    flags = [*cluster.flags, "--run_dir=run", "--max_steps=8"]
-    ((status, _, out),) = ranks(1)(train_in, str(folder), flags, prepare)
-    assert status == 0
-    assert "waiting at most 1 s" in out
-    assert "is not in s3://" in out and "the same command copies the rest" in out
+    folder = in_store.folder()
+    flags = {"folder": folder, "fault": prepare}
+    status, message, out = in_store.train(ranks(1), "--max_steps=8", **flags)
+    assert status == 0 and all(each in out for each in words), message
+    assert ("waiting at most 1 s" in out) == is_waited_for
     store.proxy.fault = lambda method, path: None
-    assert cluster.train(ranks(2), "--max_steps=8", folder=folder)[0] == 0  # finished, but copies
+    assert in_store.train(ranks(2), "--max_steps=8", folder=folder)[0] == 0  # finished, but copies
     assert names_of(store.url)[0] == 8
 
 
@@ -393,9 +419,8 @@ def failing_in_threads(place, name, rank):
 )
 def test_a_thread_that_dies_ends_the_run(in_folder, size, place, name):
     """It would only seem to go on: without heartbeats another run takes over, without copies..."""
-    flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
     fault = functools.partial(failing_in_threads, place, name)
-    with Job(in_folder.folder(), size, fsdp_train.main, flags, fault=fault) as job:
+    with in_folder.job(size, in_folder.folder(), fault) as job:
         first, *others = job.wait()
         assert first == 1 and set(others) <= {1, RESUME_ME}, job.log()[-3000:]
         assert f"RuntimeError: a bug in {name}" in job.log()
@@ -404,14 +429,7 @@ def test_a_thread_that_dies_ends_the_run(in_folder, size, place, name):
 @contextlib.contextmanager
 def mistaken(victim, rank):
     """This rank alone has a mistake, after it has saved."""
-    take = fsdp_train.train_step
-
-    def train_step(model, optimizer, rows, step, *more):
-        if (step, rank) == (8, victim):
-            raise UserError("my shard is damaged")
-        return take(model, optimizer, rows, step, *more)
-
-    with in_a_hurry({}), mock.patch.object(fsdp_train, "train_step", train_step):
+    with in_a_hurry({}), before_step(victim, blame_the_data, rank):
         yield
 
 
@@ -419,18 +437,15 @@ def mistaken(victim, rank):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_mistake_of_one_rank_is_one_line_and_ends_all_with_its_status(in_folder, victim):
     """A copy at the end is waited for together, and so only if all ranks end for one reason."""
-    flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
-    fault = functools.partial(mistaken, victim)
-    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=fault) as job:
+    with in_folder.job(2, in_folder.folder(), functools.partial(mistaken, victim)) as job:
         assert job.wait() == [2, 2], job.log()[-3000:]
         (line,) = job.errors()
         assert "my shard is damaged" in line
 
 
 @pytest.mark.slow
-def test_a_conflict_loses_nothing(ranks, tmp_path, tiny_data, store):
+def test_a_conflict_loses_nothing(ranks, in_store, store):
     """Two of each kind of request: of the lease, of a file, of the list of a checkpoint."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
     kinds = ["lease/", "run.json", "distcp", "checksums.json", "metrics.jsonl"]
     faults = [store_server.ABORTED, store_server.CONFLICT]
     left = [(kind, fault) for kind in kinds for fault in faults]
@@ -442,25 +457,9 @@ def test_a_conflict_loses_nothing(ranks, tmp_path, tiny_data, store):
                 return fault
 
     store.proxy.fault = once
-    status, message, out = cluster.train(ranks(1), "--max_steps=8")
+    status, message, out = in_store.train(ranks(1), "--max_steps=8")
     assert status == 0 and "goes on" not in out, message
     assert not left and names_of(store.url)[0] == 8
-
-
-@pytest.mark.slow
-def test_credentials_that_expire_are_not_waited_for(ranks, tmp_path, tiny_data, store):
-    """The run ends with its checkpoints here, and says so."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    expired = 400, "ExpiredToken", "The provided token has expired."
-    seen = store.proxy.requests
-    store.proxy.fault = lambda method, path: expired if len(seen) > 15 else None
-    folder = cluster.folder()
-    status, message, out = cluster.train(ranks(1), "--max_steps=8", folder=folder)
-    assert status == 0 and "waiting at most" not in out, message
-    assert "step-8 is not copied" in out and "credentials have expired" in out
-    store.proxy.fault = lambda method, path: None
-    assert cluster.train(ranks(1), "--max_steps=8", folder=folder)[0] == 0
-    assert names_of(store.url)[0] == 8
 
 
 def test_a_remote_of_another_model_is_refused_before_anything_comes_down(ranks, in_folder):
@@ -489,25 +488,21 @@ def small_files(rank):
 @pytest.mark.slow
 def test_a_full_disk_is_one_line(ranks, in_folder):
     assert in_folder.train(ranks(1), "--max_steps=4")[0] == 0
-    flags = [*in_folder.flags, "--run_dir=run", "--max_steps=8"]
-    ((status, message, _),) = ranks(1)(train_in, str(in_folder.folder()), flags, small_files)
+    status, message, _ = in_folder.train(ranks(1), "--max_steps=8", fault=small_files)
     assert status == 2 and "\n" not in message
     assert "File too large" in message and "step-4" in message
 
 
 @pytest.mark.slow
-def test_two_clusters_cannot_own_a_run(ranks, tmp_path, tiny_data, store):
+def test_two_clusters_cannot_own_a_run(ranks, in_store, store):
     """The second one refuses. If it takes over while the first is suspended, the first stops."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    folder, flags = cluster.folder(), [*cluster.flags, "--run_dir=run", *FOREVER]
-    fault = functools.partial(in_a_hurry, store.variables)
-    with Job(folder, 1, fsdp_train.main, flags, fault=fault) as first:
+    with in_store.job(1, in_store.folder()) as first:
         wait_for(lambda: names_of(store.url) or not first.runs())
-        status, message, _ = cluster.train(ranks(1), "--max_steps=40")
+        status, message, _ = in_store.train(ranks(1), "--max_steps=40")
         assert status == 2 and "is owned by process" in message
         first.send(signal.SIGSTOP, 0)
         newest = names_of(store.url)[0]
-        status, message, _ = cluster.train(ranks(1), f"--max_steps={newest + 20}")
+        status, message, _ = in_store.train(ranks(1), f"--max_steps={newest + 20}")
         assert status == 0, message
         first.send(signal.SIGCONT, 0)
         assert first.wait() == [2]
@@ -520,7 +515,7 @@ def test_two_clusters_cannot_own_a_run(ranks, tmp_path, tiny_data, store):
 
 
 @pytest.mark.parametrize("kills", [slowly(2), pytest.param(10, marks=pytest.mark.long)])
-def test_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ranks, kills):
+def test_kills_with_the_store_as_the_only_memory(in_store, tiny_data, store, ranks, kills):
     """A run on 2 ranks that is killed again and again; each time other machines go on.
 
     Every tenth request fails in some way. At the end its curve is that of a calm run, bit by bit.
@@ -531,13 +526,10 @@ def test_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ran
     faults = ["503", "refuse", "cut", "corrupt", "lose", 0.2]
     faults += [store_server.ABORTED, store_server.CONFLICT]
     store.proxy.fault = lambda method, path: chance.choice(faults + 72 * [None])
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    fault = functools.partial(in_a_hurry, store.variables)
-    flags = [*cluster.flags, "--run_dir=run"]
     newest = 0
     for number in range(kills):
-        folder = cluster.folder()
-        with Job(folder, 2, fsdp_train.main, [*flags, *FOREVER], fault=fault) as job:
+        folder = in_store.folder()
+        with in_store.job(2, folder) as job:
             kill(job, store, newest, chance)
         last, before = steps_done(folder / "run"), newest
         newest = names_of(store.url)[0]
@@ -546,13 +538,12 @@ def test_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ran
         print(f"killed at step {last}, the store has {names_of(store.url)}", flush=True)
 
     end = ["--schedule=constant", f"--max_steps={newest + 6}"]
-    status, message, out = cluster.train(ranks(2), *end)
+    folder, calm = in_store.folder(), in_store.folder()
+    status, message, out = in_store.train(ranks(2), *end, folder=folder)
     assert status == 0 and f"downloading step-{newest} " in out, message
-    calm = tmp_path / "calm"
-    calm.mkdir()
     flags = [*SAVES, *flags_for(tiny_data), "--run_dir=run", *end]
     assert ranks(2)(train_in, str(calm), flags)[0][0] == 0
-    assert rows_of(cluster.tmp_path / f"cluster-{cluster.count}") == rows_of(calm)
+    assert rows_of(folder) == rows_of(calm)
 
 
 def kill(job, store, newest: int, chance) -> None:
@@ -575,17 +566,15 @@ def published_after(url, step: int) -> bool:
 
 
 @pytest.mark.slow
-def test_after_a_kill_no_more_than_an_interval_is_lost(tmp_path, tiny_data, store):
+def test_after_a_kill_no_more_than_an_interval_is_lost(in_store, store):
     """If the last checkpoint was uploaded: those steps, and those taken while the next is saved."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    fault = functools.partial(slow_steps, store.variables)
-    folder, flags = cluster.folder(), [*cluster.flags, "--run_dir=run", *FOREVER]
+    folder = in_store.folder()
 
     def is_copied():
         newest = checkpoint.latest(folder / "run")
         return newest and published_after(store.url, checkpoint.number(newest) - 1)
 
-    with Job(folder, 2, fsdp_train.main, flags, fault=fault) as job:
+    with in_store.job(2, folder, functools.partial(slow_steps, store.variables)) as job:
         wait_for(lambda: is_copied() or not job.runs())
         for rank in (0, 1):
             job.send(signal.SIGKILL, rank)
