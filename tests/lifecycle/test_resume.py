@@ -60,25 +60,23 @@ def flip(path, place):
     path.write_bytes(content)
 
 
-def cut(name, n_bytes):
-    return lambda path: os.truncate(path / name, n_bytes)
-
-
-def flipped(name, place):
-    return lambda path: flip(path / name, place)
-
-
-def without(name):
-    return lambda path: (path / name).unlink()
-
-
-NO_CHECKSUMS = r"checksums\.json is missing or damaged"
-DAMAGES = {
-    "truncated": (cut("__1_0.distcp", 4096), r"__1_0\.distcp: 4,096 bytes instead of [\d,]+"),
-    "flipped": (flipped("__1_0.distcp", 100_000), r"__1_0\.distcp: checksum differs"),
-    "no .metadata": (without(".metadata"), r"\.metadata: missing"),
-    "no checksums": (without("checksums.json"), NO_CHECKSUMS),
-    "none of them": (lambda path: (path / "checksums.json").write_text("{}"), NO_CHECKSUMS),
+DAMAGES = {  # what is done to a checkpoint, and what is said of it
+    "truncated": (
+        lambda path: os.truncate(path / "__1_0.distcp", 4096),
+        r"__1_0\.distcp: 4,096 bytes instead of [\d,]+",
+    ),
+    "flipped": (
+        lambda path: flip(path / "__1_0.distcp", 100_000),
+        r"__1_0\.distcp: checksum differs",
+    ),
+    "no .metadata": (
+        lambda path: (path / ".metadata").unlink(),
+        r"\.metadata: missing",
+    ),
+    "no checksums": (
+        lambda path: (path / "checksums.json").unlink(),
+        r"checksums\.json is missing or damaged",
+    ),
 }
 
 
@@ -260,27 +258,21 @@ def test_a_run_does_not_go_on_where_it_was_asked_to_go_back(ranks, tmp_path, ask
     assert f"holds {newest}, which is later than {earlier}: set --resume=auto" in answer
 
 
-# Another value of settings that decide the weights at the end of a run.
-OTHERWISE = {
-    "lr": 1e-4,
-    "beta1": 0.8,
-    "beta2": 0.9,
-    "adam_eps": 1e-3,
-    "decoupled_weight_decay": 0.5,
-    "grad_clip": 2.0,
-    "z_loss": 0.1,
-    "schedule": "constant",
-    "warmup_steps": 1,
-    "alpha_f": 0.5,
-    "lr_one_step_late": True,
-    "max_steps": 4,
-    "init_from": "b",
-    "precision": "fp32",
-    "resid_pdrop": 0.5,
-}
+def otherwise(value):
+    """Another value of a setting."""
+    if isinstance(value, bool):
+        return not value
+    return f"{value}x" if isinstance(value, str) else 2 * (value or 4)
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
+# Settings that decide the weights at the end of a run.
+DECISIVE = """
+    lr schedule warmup_steps alpha_f lr_one_step_late beta1 beta2 adam_eps decoupled_weight_decay
+    grad_clip z_loss max_steps init_from precision resid_pdrop
+""".split()
+
+
+@pytest.mark.parametrize("name", DECISIVE)
 def test_a_finished_run_says_so_unless_it_would_be_another_one(name):
     """What decides the weights at its end counts; how the ranks share the work does not."""
     cfg = replace(RUN, max_steps=9)
@@ -291,10 +283,9 @@ def test_a_finished_run_says_so_unless_it_would_be_another_one(name):
     line = resume.finished(start, MODEL, same)
     assert "step-9 has all 9 steps" in line and "--resume=again" in line
 
-    change = {name: OTHERWISE[name]}
-    of_model = name in MODEL.__dict__
-    changed = (replace(MODEL, **change), same) if of_model else (MODEL, replace(same, **change))
-    with pytest.raises(UserError, match=rf"another run: {name} .* \(here {OTHERWISE[name]}\)"):
+    other = otherwise((vars(MODEL) | vars(cfg))[name])
+    changed = [replace(c, **{name: other}) if name in vars(c) else c for c in (MODEL, same)]
+    with pytest.raises(UserError, match=rf"another run: {name} .* \(here {other}\)"):
         resume.finished(start, *changed)
 
 
@@ -435,8 +426,7 @@ FREE = {"attn_impl", "norm_type", "emb_pdrop", "attn_pdrop", "resid_pdrop"}
 
 @pytest.mark.parametrize("key", sorted(set(MPTConfig.__dataclass_fields__) - FREE))
 def test_another_model_is_refused_by_name(key):
-    value = getattr(MODEL, key)
-    other = not value if isinstance(value, bool) else 2 * (value or 4)
+    other = otherwise(getattr(MODEL, key))
     with pytest.raises(UserError, match=rf"another model: {key} .* \(here {other}\)"):
         resume.check_same(Path("x"), META, replace(MODEL, **{key: other}), RUN, "f00")
 
