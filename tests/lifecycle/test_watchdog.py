@@ -160,10 +160,10 @@ def test_a_rank_looks_at_rank_0_alone_and_waits_for_its_store():
 
 
 def slow_then_hanging(rank):
-    """All ranks take 9 s for a step; then rank 0 hangs where it writes the step's row."""
+    """All ranks take 6 s for a step; then rank 0 hangs where it writes the step's row."""
 
     def slow(cfg):
-        time.sleep(9)
+        time.sleep(6)
         if rank == 0:
             mock.patch.object(runlog.RunLog, "row", lambda *_, **__: time.sleep(10**6)).start()
 
@@ -174,8 +174,8 @@ def slow_then_hanging(rank):
 def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later(
     tiny_data, tmp_path
 ):
-    """For the others that step is over: their own patience would last 9 s longer."""
-    flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, "--run_dir=run", "--timeout_minutes=0.4"]
+    """For the others that step is over: their own patience would last 6 s longer."""
+    flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, "--run_dir=run", "--timeout_minutes=0.25"]
     with Job(tmp_path, 2, fsdp_train.main, flags, slow_then_hanging) as job:
         assert job.wait() == [RESUME_ME] * 2
         (line,) = job.errors()
