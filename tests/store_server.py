@@ -48,24 +48,13 @@ def free_ports(n: int) -> list[int]:
     raise OSError("no free ports")
 
 
-def identities() -> dict:
-    """Who may do what."""
-    rights = {"Admin": KEYS, "Read": READER}
-    return {
-        "identities": [
-            {
-                "name": keys["AWS_ACCESS_KEY_ID"],
-                "credentials": [
-                    {
-                        "accessKey": keys["AWS_ACCESS_KEY_ID"],
-                        "secretKey": keys["AWS_SECRET_ACCESS_KEY"],
-                    }
-                ],
-                "actions": [right] if right == "Admin" else [right, "List"],
-            }
-            for right, keys in rights.items()
-        ]
+def identity(keys: dict, *actions: str) -> dict:
+    """Someone who may do this."""
+    credentials = {
+        "accessKey": keys["AWS_ACCESS_KEY_ID"],
+        "secretKey": keys["AWS_SECRET_ACCESS_KEY"],
     }
+    return {"name": keys["AWS_ACCESS_KEY_ID"], "credentials": [credentials], "actions": actions}
 
 
 @contextlib.contextmanager
@@ -73,7 +62,8 @@ def serving(folder: Path):
     """SeaweedFS with its data in `folder`, while this block runs: the port of S3."""
     master, volume, filer, s3 = free_ports(4)
     (folder / "data").mkdir()
-    (folder / "keys.json").write_text(json.dumps(identities()))
+    identities = [identity(KEYS, "Admin"), identity(READER, "Read", "List")]
+    (folder / "keys.json").write_text(json.dumps({"identities": identities}))
     flags = f"""
         -ip=127.0.0.1 -ip.bind=127.0.0.1 -dir={folder}/data -filer -s3 -s3.port={s3}
         -s3.config={folder}/keys.json -s3.autoCreateBucket=false -master.telemetry=false

@@ -37,18 +37,6 @@ def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "tp, local_size, fix",
-    [(8, 8, None), (16, 8, 8), (4, 6, 2), (2, 1, 1)],
-)
-def test_a_team_on_several_nodes_is_warned_of(tp, local_size, fix):
-    """Teams are neighbours: of six ranks a node, 4 to 7 are one team, and 6 is on the next node."""
-    world = World(0, 48, 0, local_size, CPU)
-    lines = beginning.team_warning(TrainConfig(tp=tp), world)
-    assert len(lines) == (fix is not None)
-    assert all(f"--tp={fix} " in line for line in lines)
-
-
-@pytest.mark.parametrize(
     "batch, microbatch, sharding, words",
     [
         (32, 1, "ZERO1", ""),

@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 import time
-import warnings
 from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -35,10 +34,13 @@ from model import MPT
 from program import UserError
 from storage.checkpoint_files import (
     Unpickler,
+    Writer,
+    cause_of,
     checksum,
     find_damage,
     read_back,
     read_metadata,
+    reason_of,
 )
 from storage.files import write_json
 from text import tokenizer as tokenizers
@@ -65,10 +67,8 @@ def save(path: Path, weights: dict, cfg: MPTConfig = SMALL) -> Path:
     settings = {**asdict(cfg), **asdict(TrainConfig(tokenizer="bytes"))}
     more = {"precision": "fp32", "data_fingerprint": "f00"}
     checkpoint.prepare(path, {"step": checkpoint.number(path), **settings, **more})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": weights}, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-    return seal(path)
+    dcp.save({"model": weights}, storage_writer=Writer(path), no_dist=True)
+    return path
 
 
 def seal(path: Path, **more) -> Path:
@@ -469,6 +469,18 @@ def test_metadata_of_many_pieces_is_read_in_seconds(tmp_path):
     begin = time.process_time()
     assert len(read_metadata(tmp_path).storage_data) == n
     assert time.process_time() - begin < 20  # seconds; 1 on two cores
+
+
+def test_the_cause_is_found_behind_what_wraps_it():
+    full = OSError(28, "No space left on device")
+    of_torch = RuntimeError("unexpected pos 704 vs 600")
+    of_torch.__context__ = full
+    of_dcp = dcp.CheckpointException("write", {3: (of_torch, None), 5: (ValueError("x"), None)})
+    assert cause_of(of_torch) is cause_of(of_dcp) is full
+    assert reason_of(of_dcp) == str(full)
+    plain = RuntimeError("shapes differ")
+    plain.__context__ = KeyError("a")
+    assert cause_of(plain) is plain
 
 
 # --------------------------------------------------------------------------------------------------
