@@ -96,7 +96,7 @@ def keep_pythons_lock(seconds, rank):
 )
 def test_a_rank_that_is_held_up_is_not_given_up(sleepers, patience):
     """Two are stopped for 5/6 of the time that a silence may last, one of them with the server; the
-    third keeps Python's lock from its threads. Then one is killed in earnest, and all end."""
+    third keeps Python's lock from its threads."""
     body = functools.partial(keep_pythons_lock, patience * 2 // 3)
     job = sleepers(3, patience, body)
     job.send(signal.SIGSTOP, 1)
@@ -108,10 +108,6 @@ def test_a_rank_that_is_held_up_is_not_given_up(sleepers, patience):
     job.send(signal.SIGCONT, 0)
     time.sleep(patience / 4)
     assert job.wait(0) == [None] * 3 and not job.errors()
-    job.send(signal.SIGKILL, 1)
-    assert job.wait(90, but=1) == [RESUME_ME] * 2
-    (line,) = job.errors()
-    assert line.startswith(f"error: no sign of life for {patience} s: {job.name_of(1)}")
 
 
 def leave_in_turns(rank):
