@@ -36,6 +36,14 @@ def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
     assert line.startswith(f"WARNING: model.py has {n_params:,} parameters")
 
 
+def test_a_team_on_several_nodes_is_warned_of():
+    """Teams are neighbours: of six ranks a node, 4 to 7 are one team, and 6 is on the next node."""
+    world = World(0, 48, 0, 6, CPU)
+    assert beginning.team_warning(TrainConfig(tp=3), world) == []
+    (line,) = beginning.team_warning(TrainConfig(tp=4), world)
+    assert "--tp=2 " in line
+
+
 @pytest.mark.parametrize(
     "batch, microbatch, sharding, words",
     [
