@@ -46,6 +46,7 @@ from storage.files import write_json
 from text import tokenizer as tokenizers
 from weights import hf, load
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SMALL = MPTConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=257, max_seq_len=16)
 WEIGHT = "model.transformer.blocks.0.ffn.down_proj.weight"
 
