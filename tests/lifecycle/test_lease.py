@@ -95,9 +95,11 @@ def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(beat)
-        wait_for(lambda: leases.read_lease(path))
-        message = refusal(taken, tmp_path)
-        closed.set()
+        try:
+            wait_for(lambda: leases.read_lease(path))
+            message = refusal(taken, tmp_path)
+        finally:
+            closed.set()
     assert "is owned by process 7 on elsewhere, job 42: wait for that run" in message
 
 
