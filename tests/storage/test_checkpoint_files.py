@@ -333,6 +333,12 @@ def test_a_pickle_of_another_kind_is_refused(tmp_path, name):
     assert ".metadata cannot be trusted" in refusal(read_metadata, tmp_path)
 
 
+def test_of_a_known_module_only_known_names_can_be_had(tmp_path):
+    """torch.serialization.load could read any file."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(torch.serialization.load))
+    assert "refers to 'torch.serialization.load'" in refusal(read_metadata, tmp_path)
+
+
 # How versions of Python pickle a member of an enum, such as the memory format of each tensor.
 ENUM_FORMS = {
     "to 3.10, from 3.11.4": lambda member, protocol: (type(member), (member.value,)),
