@@ -183,7 +183,7 @@ lifecycle/lease.py: lifecycle/test_lease.py
 + fcntl.LOCK_SH
 
 only the rank that got the signal stops
-processes.py: lifecycle/test_scenarios.py lifecycle/test_stopping.py
+processes.py: lifecycle/test_run.py lifecycle/test_stopping.py
 - dist.all_reduce(largest, op=dist.ReduceOp.MAX)
 + pass
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import refusal
 
+import processes
 from config import MPTConfig, TrainConfig, load, step_ranges
 from lifecycle.run import BadSteps, LateReader, Run, Skips, StepConsensus, save_due
 from processes import World
@@ -50,6 +51,15 @@ def test_good_checkpoints_stay_during_bad_steps_unless_the_run_ends(done, agreed
         last_read_is_bad=is_bad,
     )
     assert Run.save_is_due(now) is saves
+
+
+def largest(world, wishes):
+    return list(map(int, processes.all_max(wishes[world.global_rank], world)))
+
+
+def test_what_one_rank_wants_happens_on_all(ranks):
+    """A signal, a save, and that a save is still being written."""
+    assert ranks(2)(largest, [[15, 0, 1], [0, 1, 0]]) == [[15, 1, 1]] * 2
 
 
 class Lagging:
