@@ -237,6 +237,7 @@ OF_FOLDERS = sorted(
     for command in commands_in(command_lines(FOLDER_PAGES)) - {*COMMANDS, *ELSEWHERE}
     if command.split()[0] in RUN_HERE
 )
+LONG = "python -m gpu_kernels.flash_attention"  # in the interpreter
 
 
 @pytest.mark.parametrize("command", QUICK_PROGRAMS)
@@ -253,7 +254,9 @@ def test_command(command, perform, copy, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", OF_FOLDERS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=[pytest.mark.long] * (c == LONG)) for c in OF_FOLDERS]
+)
 def test_command_of_a_folders_page(command, perform, runs):
     for word, in_the_copy in STANDS_FOR.items():
         command = command.replace(word, in_the_copy)

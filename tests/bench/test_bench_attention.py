@@ -7,6 +7,14 @@ import attention
 from bench import attention as bench_attention
 from program import UserError
 
+
+def test_attention_tflops_by_hand():
+    shape = bench_attention.Shape(head_dim=64, length=1024, heads=32, batch=16)
+    forward = 4 * 16 * 32 * 1024 * 1024 * 64 / 2  # FLOPs
+    both = 3.5 * forward / 6e-3 / 1e12
+    assert shape.tflops((2e-3, 6e-3)) == pytest.approx((34.36, both), rel=1e-3)
+
+
 SMALL = bench_attention.Shape(head_dim=16, length=32, heads=2, batch=2)
 
 

@@ -4,6 +4,7 @@ import pytest
 from conftest import refusal
 
 from bench import beside
+from config import MPTConfig
 from launch.pool import PoolError
 from program import UserError
 
@@ -38,6 +39,22 @@ def test_a_program_that_fails_is_dropped_with_the_reason(capsys):
     assert first == "killed: n/a, killed" and "pip install" in second
     with pytest.raises(UserError, match="none of the programs"):
         beside.ask({"killed": Turns(killed)}, beside.Program.turn, 1)
+
+
+def test_a_ratio_is_the_median_over_rounds():
+    """3, 2 and 1 times as long as the first."""
+    rounds = [{"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 4.0}, {"a": 4.0, "b": 4.0}]
+    places = dict.fromkeys("ab", ("cpu", "fp32", 0.5))
+    first, second = beside.table(rounds, places).splitlines()[-2:]
+    assert first.split() == ["a", "fp32", "2.000", "1.00", "0.50"]
+    assert second.split() == ["b", "fp32", "4.000", "2.00", "0.50"]
+
+
+def test_the_plain_model_has_gpt2s_weights():
+    """wte and wpe, two layers with two norms, the last norm."""
+    m = MPTConfig(d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=16, no_bias=True)
+    n_params = sum(p.numel() for p in beside.PlainGPT2(m).parameters())
+    assert n_params == 80 * 32 + 2 * (12 * 32**2 + 2 * 32) + 32
 
 
 def test_the_same_work_has_the_same_loss():
