@@ -138,17 +138,34 @@ def test_mpt_1b_on_many_h100(n, tflops):
     assert rate * flops.train_flops_per_token(m) / n / 1e12 == pytest.approx(tflops, rel=0.02)
 
 
-def test_the_residuals_are_of_these_constants():
-    """Tensor ranks and stages of eight programs, with none of what is their own: fused kernels,
-    scores in memory, hidden traffic. Not the first 142 rows: their models were left out of a fit.
-    """
+# What the median error of a program's rows stays below, with none of what is its own: fused
+# kernels, scores in memory, hidden traffic.
+MEDIANS = {
+    "Megatron-LM 2021": 0.08,
+    "Megatron-LM 2022": 0.09,
+    "Megatron-Core": 0.07,
+    "Megatron-DeepSpeed": 0.06,
+    "NeMo": 0.11,
+    "InternLM": 0.1,
+    "torchtitan": 0.04,
+    "Megatron-DeepSpeed on LUMI": 0.36,
+}
+
+
+def test_other_programs_with_tensor_ranks_and_stages():
+    """residuals.csv is of these constants, but for its first 142 rows, of models that were left out
+    of a fit. Interleaved stages are not modelled."""
     residuals = read("residuals.csv", Path(__file__).parent)[142:]
     rows = [row for row in read("published_parallel.csv") if row["program"] != "DeepSpeed ZeRO-3"]
     rows = [row for row in rows if row["interleave"] == "1"]
+    errors = {}
     for row, residual in zip(rows, residuals, strict=True):
         m, cfg, fleet, c = run_of(row)
-        rate = step_time.tokens_per_second(m, cfg, fleet, c)
-        assert float(residual["factor"]) == pytest.approx(measured(row, m) / rate, abs=1e-4)
+        factor = measured(row, m) / step_time.tokens_per_second(m, cfg, fleet, c)
+        assert float(residual["factor"]) == pytest.approx(factor, abs=1e-4)
+        errors.setdefault(row["program"], []).append(abs(1 / factor - 1))
+    for program, most in MEDIANS.items():
+        assert statistics.median(errors[program]) < most, program
 
 
 def test_a_band_holds_8_of_10_published_runs_of_its_kind():
