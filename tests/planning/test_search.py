@@ -142,6 +142,12 @@ def test_sequence_parallelism_is_kept_where_it_is_set_and_needs_tokens_that_divi
     assert not search.fastest(odd).cfg.sequence_parallel
 
 
+@pytest.mark.parametrize("pp, expected", [(1, {4, 2, 1}), (4, {2, 1}), (5, {1})])
+def test_all_stages_recompute_as_much(pp, expected):
+    q = replace(mpt1b_on(8), m=MPTConfig(n_layers=24))
+    assert {k for mode, k in search.recomputations(q, pp) if mode != "none"} == expected
+
+
 def test_adapters_that_leave_the_first_stage_idle_are_not_cut_into_stages():
     q = mpt1b_on(8, lora_rank=8, init_from="x", lora_last_blocks=12)
     assert {plan.cfg.pp for plan in search.best(q, n=20)} == {1}
