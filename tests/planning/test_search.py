@@ -90,8 +90,8 @@ def exhaustive(q: Question) -> float | None:
 
 
 # A few are quick, some slow.
-QUICK = {6, 13, 31}
-SLOW = set(range(1, 19)) - QUICK
+QUICK = {6, 31}
+SLOW = {1, 2, 3, 4, 5, 7, 8, 9, 13}
 SEEDS = [
     *QUICK,
     *[pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW],
