@@ -43,17 +43,6 @@ def test_bus_bandwidth_by_hand(name, ranks, gbs):
     assert bench_machine.bus_gbs(name, 800_000_000, 0.1, ranks) == pytest.approx(gbs)
 
 
-def pass_one_round(world) -> list[float]:
-    message = torch.full((3,), float(world.global_rank))
-    received = torch.empty(3)
-    bench_machine.pass_on(message, received, dist.group.WORLD)
-    return received.tolist()
-
-
-def test_messages_go_to_the_next_rank(ranks):
-    assert ranks(2)(pass_one_round) == [[1.0] * 3, [0.0] * 3]
-
-
 def take_turns_of_a_sleep(world) -> tuple[list[float], int]:
     calls = []
 

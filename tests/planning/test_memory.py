@@ -65,21 +65,6 @@ def test_state_is_16_bytes_a_parameter_over_those_who_share_it(sharding, shard_s
     assert sum(moments(MPT_1B, cfg, 8)["update"].values()) == bytes_each * N_1B
 
 
-def test_what_a_block_keeps_per_token():
-    """Korthikanti et al. (2205.05198), section 4.1, without dropout and with fused attention.
-
-    That is 32 bytes x d_model in 16 bits, and the statistics. Over t tensor ranks equation 2, s b h
-    (10 + 24 / t) without scores, of which 2 are dropout's; with sequence parallelism equation 4,
-    s b h 34 / t, but that each rank keeps the tokens that it has gathered for two linear layers.
-    """
-    d, heads = 2048, 16
-    for tp in (1, 2, 4, 16):
-        kept = sum(memory.saved_by_block(MPT_1B, tp=tp).values())
-        assert kept == 8 * d + (24 * d + 4 * heads) // tp + 16
-    gathered = memory.saved_by_block(MPT_1B, tp=4, sequence_parallel=True)
-    assert sum(gathered.values()) == 4 * d + (28 * d + 4 * heads + 16) // 4
-
-
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_adapters_on_pipeline_stages_by_hand(stage):
     """MPT-7B on 4 stages: each has its own blocks' adapters, the ends have a frozen embedding."""
