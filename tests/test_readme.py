@@ -284,15 +284,17 @@ def test_the_benchmark_of_the_server(perform):
     assert "engine, 2 rows" in perform("python -m bench serve --texts=2 --turns=1 --rows=2")
 
 
-def test_every_other_command_names_a_target_or_a_script_and_a_config():
-    """`make`; sbatch: its scripts run in test_slurm_scripts.py."""
+def test_a_command_names_configs_targets_and_scripts_that_exist():
+    """What runs is tested above, and the scripts of sbatch in test_slurm_scripts.py."""
+    configs = set(re.findall(r"configs/\w+\.py", " ".join([*COMMANDS, *OF_FOLDERS])))
+    assert not [name for name in configs if not (ROOT / name).exists()]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for command in set(COMMANDS) - set(PROGRAMS) - set(ELSEWHERE):
         if command.startswith("make "):
             assert command.split()[1] in targets, command
             continue
-        form = r"sbatch --nodes=\d+ (?:--signal=\S+ )?(slurm/\S+) (configs/\S+).*"
-        assert all((ROOT / name).exists() for name in re.fullmatch(form, command).groups())
+        form = r"sbatch --nodes=\d+ (?:--signal=\S+ )?(slurm/\S+) configs/\S+.*"
+        assert (ROOT / re.fullmatch(form, command)[1]).exists()
 
 
 OF_OTHERS = {"pip", "venv", "ensurepip", "pytest", "gpu", "torch.distributed.run"}
