@@ -133,12 +133,16 @@ def test_what_is_asked_is_kept():
     assert {plan.dp for plan in search.best(q, n=99)} == {48, 16}
 
 
-def test_sequence_parallelism_is_kept_where_it_is_set_and_needs_tokens_that_divide():
-    for value in (False, True):
+def test_sequence_parallelism_is_tried_where_nobody_sets_it():
+    """And kept where somebody does. Where the tokens do not divide, it is not."""
+    rates = {}
+    for value in (False, True, "auto"):
         asked = LayoutArgs(tp=4, pp=1, sharding="ZERO1", sequence_parallel=value)
-        assert search.fastest(mpt1b_on(8, asked)).cfg.sequence_parallel == value
-    odd = mpt1b_on(8, LayoutArgs(tp=4, pp=1, sharding="ZERO1"))
-    odd = replace(odd, m=MPTConfig(max_seq_len=2047))
+        plan = search.fastest(mpt1b_on(8, asked))
+        rates[value] = plan.tokens_per_second
+        assert value in ("auto", plan.cfg.sequence_parallel)
+    assert rates["auto"] == max(rates[False], rates[True]) > min(rates[False], rates[True])
+    odd = replace(mpt1b_on(8, asked), m=MPTConfig(max_seq_len=2047))
     assert not search.fastest(odd).cfg.sequence_parallel
 
 
