@@ -358,7 +358,7 @@ def test_what_a_run_takes_and_its_band(capsys):
     assert found["days"] == pytest.approx(hours / 24)
     assert found["cost"] == pytest.approx(hours * 64 * 2)
     assert found["kwh"] == pytest.approx(hours * 64 * 0.5)
-    assert f": {found['days']:.3g} days (" in printed(capsys, MPT7B, *flags)
+    assert f": {24 * found['days']:.3g} hours (" in printed(capsys, MPT7B, *flags)
     low, high = answer.BANDS[found["certainty"]]
     assert found["certainty"] == "several nodes"
     assert found["band"].pop("tokens_per_second") == pytest.approx([low * rate, high * rate])
