@@ -502,6 +502,8 @@ def test_a_sweep_draws_speed_and_efficiency(drawn):
     (figure,) = drawn
     assert {"tokens/s", "efficiency"} <= {axes.get_ylabel() for axes in figure.axes}
     assert {len(axes.lines) for axes in figure.axes} == {2}  # strong and weak
+    plan.main([MPT7B, "--device=h100,mi250", "--sweep_devices=8,16", "--plot"])
+    assert len(drawn[1].axes) == 3  # no price, and no empty panel in its place
 
 
 def test_memory_by_sharding_where_nodes_do_not_divide_the_ranks(tmp_path):
