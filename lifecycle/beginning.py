@@ -20,10 +20,11 @@ import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from lifecycle.resume import Start
-from model import MPT, differing
+from model import MPT
 from processes import rank_zero_decides
 from program import UserError, require
 from storage import files
+from weights.same_model import differing
 
 
 def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:

@@ -35,9 +35,9 @@ import config
 import program
 from attention import function_of
 from config import MPTConfig
-from model import norm_of
 from program import UserError, require, say_once
 from storage import files
+from weights.same_model import norm_of
 from weights.tensor_files import nested, read_pickle
 
 MODEL_KEYS = """

@@ -32,7 +32,7 @@ import parallel
 import tensor_parallel
 from attention import function_of
 from config import MPTConfig, TrainConfig
-from model import MPT, different_functions
+from model import MPT
 from processes import rank_zero_decides
 from program import UserError, arguments, require, run, say_once, shell
 from storage import checkpoint_files
@@ -41,6 +41,7 @@ from tensor_parallel import Team, layout_of
 from text import tokenizer as tokenizers
 from weights import hf, hf_tokenizer
 from weights.adapters import Adapter, check_fits, of_run
+from weights.same_model import different_functions
 
 MERGE_FROM = "run python -m weights.peft merge RUN OUT --init_from=PATH"
 
