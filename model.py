@@ -186,7 +186,7 @@ class Block(nn.Module):
     def forward(self, x, positions, cache=None, layer=0):
         """x (B, T, d_model) -> (B, T, d_model). `layer` is this block's index in the cache."""
         if self.recompute and torch.is_grad_enabled() and cache is None:
-            return checkpoint(self.compute, x, positions, **self.recompute)
+            return checkpoint(self.compute, x, positions, None, layer, **self.recompute)
         return self.compute(x, positions, cache, layer)
 
     def compute(self, x, positions, cache=None, layer=0):

@@ -348,7 +348,7 @@ def grad_norm(model: MPT) -> torch.Tensor:
     total = torch.stack(norms).float().square().sum()
     for group in groups_that_share(model):
         dist.all_reduce(total, group=group)
-    if is_cut(model) or hasattr(model, "pipe"):
+    if is_cut(model) or hasattr(model, "pipe") or has_replicas(model):
         # Groups of other data-parallel ranks may have added in another order. Copies of a weight
         # stay equal only if all are clipped by the same number.
         dist.broadcast(total, src=0)
@@ -387,6 +387,15 @@ def groups_that_share(model: MPT) -> list[dist.ProcessGroup]:
     if hasattr(model, "pipe"):
         groups.append(model.pipe.group)
     return groups
+
+
+def has_replicas(model: MPT) -> bool:
+    """Whether several groups of ranks shard one copy of the weights each, as in HYBRID_SHARD."""
+    param = next(model.parameters())
+    if not isinstance(param, DTensor):
+        return False
+    mesh = param.device_mesh
+    return mesh.ndim == 2 and min(mesh.shape) > 1
 
 
 def is_cut(model: MPT) -> bool:

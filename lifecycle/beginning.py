@@ -19,7 +19,7 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
-from lifecycle.resume import Start
+from lifecycle.resume import OPTIMIZER_SETTINGS, Start
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, require
@@ -192,7 +192,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
         f"{cfg.run_dir}: {begins}",
-        *rate_note(cfg, start),
+        *notes_on_changes(cfg, start),
         planned_time(model_cfg, cfg, world, precision, peak, start.step),
         space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
@@ -359,22 +359,26 @@ def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
     return lines
 
 
-def rate_note(cfg: TrainConfig, start) -> list[str]:
-    """If other settings than the checkpoint's make the learning rate jump."""
+def notes_on_changes(cfg: TrainConfig, start) -> list[str]:
+    """What of optimizer and learning rate differs from the checkpoint that a run resumes from."""
     if not 0 < start.step < cfg.max_steps:
         return []
     ours = asdict(cfg)
-    saved = {name: start.meta.get(name, ours[name]) for name in optim.RATE_SETTINGS}
-    there = replace(cfg, **saved)
+    saved = {name: start.meta.get(name, ours[name]) for name in OPTIMIZER_SETTINGS}
+    notes = []
+    others = [name for name in OPTIMIZER_SETTINGS if name not in optim.RATE_SETTINGS]
+    if changed := differing(others, saved, ours):
+        notes.append(f"note: the checkpoint has {', '.join(changed)}")
+
+    there = replace(cfg, **{name: saved[name] for name in optim.RATE_SETTINGS})
     last = optim.learning_rate(start.step - 1, there)
     expected = optim.learning_rate(start.step, there)
     first = optim.learning_rate(start.step, cfg)
-    if f"{first:.2e}" in (f"{last:.2e}", f"{expected:.2e}"):
-        return []
-
-    changed = ", ".join(differing(optim.RATE_SETTINGS, saved, ours))
-    jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
-    return [f"note: the checkpoint has {changed}: {jump}"]
+    if f"{first:.2e}" not in (f"{last:.2e}", f"{expected:.2e}"):
+        changed = ", ".join(differing(optim.RATE_SETTINGS, saved, ours))
+        jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
+        notes.append(f"note: the checkpoint has {changed}: {jump}")
+    return notes
 
 
 def parameter_warning(model_cfg: MPTConfig) -> list[str]:

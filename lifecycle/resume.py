@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import config
+import optim
 import processes
 import program
 from checkpoint import find, latest, number, numbered, verify
@@ -33,12 +34,16 @@ from weights.same_model import SAME_MODEL, comparable, different_functions, diff
 # What must not change when a run is resumed, beside the model: the order of the data.
 SAME_RUN = ["seed", "global_batch_size"]
 SAME_ADAPTERS = "lora_rank lora_alpha rslora lora_targets lora_last_blocks lora_train".split()
-# What may change when a run is resumed, but would have made another run of a finished one.
-SAME_TRAINING = """
-    max_steps init_from precision emb_pdrop attn_pdrop resid_pdrop lora_dropout
-    lr schedule warmup_steps alpha_f lr_one_step_late beta1 beta2 adam_eps decoupled_weight_decay
-    grad_clip z_loss
-    """.split()
+# What may change when a run is resumed, but would have made another run of a finished one. A
+# resumed run says what has changed of the first ones.
+OPTIMIZER_SETTINGS = [
+    *optim.RATE_SETTINGS,
+    *"beta1 beta2 adam_eps decoupled_weight_decay grad_clip z_loss".split(),
+]
+SAME_TRAINING = [
+    *OPTIMIZER_SETTINGS,
+    *"init_from precision emb_pdrop attn_pdrop resid_pdrop lora_dropout".split(),
+]
 
 
 @dataclass

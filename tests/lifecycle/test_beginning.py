@@ -91,15 +91,16 @@ SHORT = TrainConfig(max_steps=12, warmup_steps=2, lr=3e-3, decoupled_weight_deca
         (9, "lr=1e-4", "lr 0.003 (here 0.0001): the learning rate goes from 1.23e-03 to 2.85e-05"),
         (9, "schedule=constant", "schedule cosine (here constant)"),
         (9, "max_steps=12", ""),  # nothing has changed
-        (9, "beta1=0.8", ""),
+        (9, "beta1=0.8", "the checkpoint has beta1 0.9 (here 0.8)"),
         (12, "max_steps=12", ""),  # no step is left
     ],
 )
-def test_a_learning_rate_that_jumps_where_a_run_resumes_is_noted(step, flag, words):
+def test_what_changes_where_a_run_resumes_is_noted(step, flag, words):
     same = [f"--{name}={value}" for name, value in asdict(SHORT).items() if value != []]
     (cfg,) = config.load([*same, f"--{flag}"], TrainConfig)
-    note = beginning.rate_note(cfg, resume.Start(Path("x"), {"step": step, **asdict(SHORT)}, ""))
-    assert len(note) == bool(words) and words in "".join(note)
+    start = resume.Start(Path("x"), {"step": step, **asdict(SHORT)}, "")
+    notes = beginning.notes_on_changes(cfg, start)
+    assert len(notes) == bool(words) and words in "".join(notes)
 
 
 def test_the_time_of_a_run_is_planned_before_it_starts(monkeypatch):
