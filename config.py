@@ -728,7 +728,9 @@ def describe_type(hint) -> str:
     words |= {str: "text", list[str]: "text", type(None): "none"}
     names = []
     for member in members_of(hint):
-        names.append(words.get(member) or "one of: " + ", ".join(typing.get_args(member)))
+        choices = ", ".join(map(str, typing.get_args(member)))
+        unknown = f"a number with limits: write {getattr(member, '__name__', member)}[low, high]"
+        names.append(words.get(member) or (f"one of: {choices}" if choices else unknown))
     return " or ".join(names)
 
 

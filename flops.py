@@ -413,7 +413,7 @@ class FlopsArgs:
     devices: Int[1, 10**6] = 1  # torch devices: an MI250 card is two
     convention: str = "foundry"  # of the MFU in JSON: foundry, causal, 6nd, megatron, ...
     frozen: bool = False  # no weight trains; something before block 0 does
-    n_params: Int[1, 10**15] | None = None  # no model; n_layers, d_model, max_seq_len add attention
+    n_params: Int[1, 10**15] | None = None  # in place of a model; n_layers and others add attention
     json: bool = False  # print JSON
 
     def check(self) -> None:

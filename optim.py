@@ -78,7 +78,7 @@ def require_peak_rates(optimizer: torch.optim.Optimizer, cfg: TrainConfig) -> No
 
 
 def step_if_good(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
-    """`if good: optimizer.step()`, but the CPU does not wait to know, where the kernel can skip.
+    """`if good: optimizer.step()`; the CPU does not wait for `good` if the kernel itself can skip.
 
     good: a bool scalar on the device; False if the loss or the gradient norm is not finite. A bad
     step changes no weight and no state.

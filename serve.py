@@ -66,7 +66,7 @@ class ServeSettings:
     force: bool = False  # serve on a public address without keys
     chat_template: str = ""  # of messages: a tokenizer's folder or a file; empty = RUN's, or ChatML
     rows: Int[1, 10**6] = 32  # texts that are generated together; others wait
-    max_tokens: Int[2, 10**15] = 2048  # of a text with its prompt; learned positions may have fewer
+    max_tokens: Int[2, 10**15] = 2048  # of a text with its prompt; at most the learned positions
     prefix_mb: Int[0, 10**9] = 256  # for the beginnings of prompts, which several may share
     threads: Int[1, 10**4] = 1  # of PyTorch; more are slower if other programs run on a CPU
     max_requests: Int[1, 10**9] = 12800  # open at the same time; more get status 429

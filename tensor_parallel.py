@@ -252,7 +252,7 @@ class SplitMPT(MPT):
 
     @property
     def output_weight(self):
-        """UserError: what reads the whole weight, such as a loss of one's own, is refused."""
+        """Refused: a rank has only a part of it, and a loss of one's own may want the whole."""
         raise UserError(
             "with --tp a rank has only a part of the output weight: compute another loss from "
             "self.logits(x), or set --tp=1",

@@ -283,7 +283,7 @@ def describe(row: dict) -> str:
 class RunsArgs:
     """Which cell to train."""
 
-    budget: Float[1e-6, 3650] = 0.0  # FLOPs of one more run; 0: the whole grid
+    budget: Float[1e8, 1e15] = 0.0  # FLOPs of one more run; 0: the whole grid
     d_model: Int[1, 2**20] = 0  # its width, one of SHAPES
     seed: Int[0, 10**18] = 1  # its seed
     short: bool = False  # two very short runs

@@ -275,9 +275,10 @@ class Rank:
 
     def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
         self.shard_ranks, self.rows = layout(m, cfg, ranks)
-        no_formula = f"attn_impl={m.attn_impl} has no formula here: T x T scores, or a variant"
+        keeps_scores = m.attn_impl in ("reference", "blocks")
+        why = "keeps T x T scores, not counted here" if keeps_scores else "has no formula here"
         is_fused = m.attn_impl in ("auto", "sdpa", "flex", "triton")
-        require(is_fused, f"{no_formula}: set --attn_impl=sdpa")
+        require(is_fused, f"attn_impl={m.attn_impl} {why}: set --attn_impl=sdpa")
 
         self.m, self.cfg, self.precision, self.stage = m, cfg, precision, stage
         self.dp = ranks // (cfg.tp * cfg.pp)

@@ -251,17 +251,18 @@ def failures(ranks, folder, spoil, *args) -> str:
 
 
 @contextlib.contextmanager
-def small_files(world):
-    """Rank 1 cannot write more than 30 kB to a file, as if its disk were full."""
+def small_files(world, rank):
+    """One rank cannot write more than 30 kB to a file, as if its disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if world.global_rank == 1:
+    if world.global_rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
-    assert "File too large" in failures(ranks, tmp_path, small_files)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, rank):
+    assert "File too large" in failures(ranks, tmp_path, small_files, rank)
 
 
 def save_nan(world, cfg):

@@ -1,5 +1,6 @@
 """Every file in configs/ loads, is the published recipe, and has correct batch arithmetic."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -200,3 +201,73 @@ def test_a_config_is_short_and_flat():
         lines = path.read_text().splitlines()
         assert len(lines) <= 25, path
         assert all(re.match(r"# |#   |\w+ = |$", line) for line in lines), path
+
+
+def days_at(train, rate: str) -> float:
+    return train.max_tokens / number(rate) / 86400
+
+
+def test_the_comment_divides_the_tokens_by_the_speed(recipe):
+    """By the published speed of a device, or by the ends of a plan's band; and counts the state."""
+    name, model, train = recipe
+    published = r"Cost: ([\d.]+) (hours|days) on 8 x A100 80GB, at the ([\d,]+) tokens/s each"
+    planned = r"Cost, by plan.py.*: ([\d.]+) to ([\d.]+) days, at ([\d,]+) to ([\d,]+) tokens/s"
+    if found := re.search(published, comment_of(name)):
+        time = float(found[1]) / (24 if found[2] == "hours" else 1)
+        assert time == pytest.approx(days_at(train, found[3]) / 8, rel=0.05)
+    else:
+        fewest, most, *rates = find(planned, name)
+        assert float(fewest) == pytest.approx(days_at(train, rates[0]), rel=0.05)
+        assert float(most) == pytest.approx(days_at(train, rates[1]), rel=0.05)
+    if state := re.search(r"; ([\d,]+) GB of weights, gradients and Adam\)", comment_of(name)):
+        assert number(state[1]) == round(16 * flops.n_params(model) / 1e9)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_mi250")])
+def test_the_gigabytes_of_an_mi250_are_a_product_and_a_sum(name):
+    model, train = settings_of(name)
+    pattern = (
+        r"(12 / 8 \+ 4 bytes per parameter|16 bytes per parameter / 8) = ([\d.]+) GB,\n"
+        r"#   activations (\d+) bytes x (\d+) tokens x (\d+) x (\d+) = ([\d.]+) GB"
+    )
+    per_parameter, state, *factors, activations = find(pattern, name)
+    assert per_parameter.startswith("12") == (train.sharding == "ZERO1")
+    factors = [int(factor) for factor in factors]
+    assert factors[1:] == [train.microbatch_size * 2048, model.d_model, model.n_layers]
+    parts = memory.bytes_by_part(model, train, ranks=8)
+    states = sum(parts[f"{what}, fp32"] for what in ("weights", "gradients", "Adam's moments"))
+    assert state == f"{states / 1e9:.1f}"
+    assert activations == f"{math.prod(factors) / 1e9:.1f}"
+    of_blocks = parts["blocks' activations"]
+    assert activations == f"{of_blocks / 1e9:.1f}"
+
+
+def test_the_comments_of_finetuning_count_right():
+    for name in ("finetune_mpt7b", "lora_mpt7b"):
+        model, train = settings_of(name)
+        n_tokens = train.max_steps * train.global_batch_size * model.max_seq_len
+        assert f"{n_tokens / 1e6:.1f}M tokens" in comment_of(name)
+        if train.lora_rank:
+            parts = memory.bytes_by_part(replace(model, attn_impl="triton"), train)
+            words = f"{parts['frozen weights'] / 1e9:.1f} GB, in bf16"
+        else:
+            words = f"{16 * flops.n_params(model) / 1e9:.0f} GB in all"
+        assert words in comment_of(name)
+
+
+TFLOPS = {"22b": 73.5, "175b": 69.2, "1t": 61.2}  # of a GCD
+
+
+@pytest.mark.parametrize("name", FRONTIER)
+def test_frontiers_warning_comes_two_steps_before_the_end(name):
+    """A run sees a signal a step late, then it saves."""
+    m, cfg = settings_of(f"frontier_{name}")
+    n_tokens = cfg.global_batch_size * 2048
+    step = 6 * flops.n_params(m) * n_tokens / (FRONTIER[name][0] * TFLOPS[name] * 1e12)  # seconds
+    comment = re.sub(r"(\d),(\d)", r"\1\2", comment_of(f"frontier_{name}").replace("\n#", ""))
+    total = n_tokens * cfg.max_steps
+    total = f"{total / 1e12:.4g}T" if total > 1e12 else f"{total / 1e9:.4g}B"
+    share = f"{TFLOPS[name] / 1.915:.1f} % of the peak"
+    assert f"{TFLOPS[name]} TFLOP/s a GCD, {share}: {10 * round(step / 10)} s a" in comment
+    assert f"= {total}, 20 per parameter" in comment
+    assert int(re.search(r"USR1@(\d+)", comment)[1]) > 2 * step + 200

@@ -19,8 +19,9 @@ from conftest import PATIENCE, ROOT, clean_environment
 from forks import Forks
 from random_adapters import write_random
 
-from config import MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig, load
 from model import MPT
+from text import chat
 from weights import hf, peft
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -282,6 +283,20 @@ def test_a_server_answers_its_own_example(command, copy, runs):
 @pytest.mark.slow
 def test_the_benchmark_of_the_server(perform):
     assert "engine, 2 rows" in perform("python -m bench serve --texts=2 --turns=1 --rows=2")
+
+
+def test_the_flags_of_finetuning_are_settings_and_its_prompt_is_what_training_reads():
+    """Bash makes line breaks of its \\n, and the text is ChatML's, up to the answer."""
+    page = (ROOT / "lessons/finetuning.md").read_text()
+    flags = shlex.split("".join(re.findall(r"^    (--.*\n)", page, re.MULTILINE)))
+    for name in ("demo", "mpt1b", "mpt7b_mi250"):
+        _, cfg = load([str(ROOT / f"configs/{name}.py"), *flags], MPTConfig, TrainConfig)
+        assert (cfg.lora_rank, cfg.data_format, cfg.init_from) == (8, "chat", "runs/NAME")
+    (command,) = [c for c in commands_in(command_lines(page)) if "<|im_start|>" in c]
+    words = dict(word.split("=", 1) for word in words_of(command) if "=" in word)
+    messages = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "4"}]
+    (turn,) = chat.turns_of({"messages": messages}, chat.load_template(""))
+    assert words["--prompt"] == turn.read and turn.written == "4" + words["--stop"] + "\n"
 
 
 def test_a_command_names_configs_targets_and_scripts_that_exist():

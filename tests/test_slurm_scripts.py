@@ -15,7 +15,7 @@ while [[ $1 == --* ]]; do shift; done
 exec "$@"
 """,
     "scontrol": "printf 'node%s\\n' 1 2 3 4\n",
-    ".venv/bin/python": f'[[ $1 != config.py ]] || exec {sys.executable} {ROOT}/"$@"\n',
+    ".venv/bin/python": f'[[ $1 != config.py ]] || exec {sys.executable} {ROOT}/"$@"; echo "$@"\n',
     ".venv/bin/torchrun": '[[ "$*" != *"--global_batch_size=$FAILS "* ]]\n',
 }
 
@@ -59,6 +59,7 @@ def test_scaling_times_every_size_and_a_failed_one_costs_no_other(tmp_path):
     flags = ["--sharding=ZERO1", "--global_batch_size=256", "--rounds=3"]
     done, lines = submit(tmp_path, "scaling.sbatch", config, *flags, nodes=4, FAILS="1024")
     assert done.returncode == 1 and "failed: 4 nodes, global batch 1024" in done.stderr
+    assert done.stdout.endswith("-m bench compare scaling.csv\n")
     names = ("nodes", "nnodes", "global_batch_size")
     sizes = [tuple(word(line, name) for name in names) for line in lines]
     strong = [("1", "1", "256"), ("2", "2", "256"), ("4", "4", "256")]

@@ -344,3 +344,10 @@ def test_every_number_of_ranks_says_which():
     which = ("global_", "local_", "dp_", "tp_", "pp_")
     assert all(name.startswith(which) for name in names if name not in ("device", "timeout"))
     assert {"global_rank", "local_rank", "dp_rank", "dp_size"} <= set(names)
+
+
+def test_ci_runs_the_quick_and_the_slow_tests_each_once():
+    makefile, ci = (ROOT / "Makefile").read_text(), (ROOT / ".ci/run").read_text()
+    tiers = ["not slow and not long", "slow and not long", "long"]
+    assert re.findall(r'pytest -m "([^"]+)"', makefile) == tiers
+    assert re.findall(r"^make (\S+)", ci, re.MULTILINE) == ["test", "test-all"]

@@ -77,11 +77,11 @@ WALKS = {
     "Another optimizer": {"optim.py": [("\ndef clip_gradients(", LION)]},
     "Another loss": {"model.py": [(LOSS, BY_LOGITS)]},
     "Another data format": {
-        "text/corpus.py": [
+        "text/sources.py": [
             ('SUFFIXES = (".txt", ', 'SUFFIXES = (".xml", ".txt", '),
             (".html .xml", ".html"),
-            ('    if suffix == ".parquet":\n', XML),
-        ]
+        ],
+        "text/corpus.py": [('    if suffix == ".parquet":\n', XML)],
     },
 }
 

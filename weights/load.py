@@ -38,6 +38,7 @@ from program import UserError, arguments, require, run, say_once, shell
 from storage import checkpoint_files
 from storage.checkpoint_files import checksum, read_checksums, read_metadata, require_weights
 from tensor_parallel import Team, layout_of
+from text import sources
 from text import tokenizer as tokenizers
 from weights import hf, hf_tokenizer
 from weights.adapters import Adapter, check_fits, of_run
@@ -361,7 +362,7 @@ def check_same_tokenizer(path, name: str, file) -> None:
         return
     their_name, their_file = tokenizer_of(Path(path))
     # There is only one gpt2 and one bytes. Others may differ under the same name.
-    same_ids = their_name in ("gpt2", "bytes") and their_name == tokenizers.canonical(name)
+    same_ids = their_name in ("gpt2", "bytes") and their_name == sources.canonical(name)
     if not same_ids:
         theirs = tokenizers.load(their_name, their_file)
         same_ids = theirs.fingerprint == tokenizers.load(name, file).fingerprint

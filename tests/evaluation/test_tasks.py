@@ -15,7 +15,7 @@ ICE = {"query": " Question: Ice is \n", "choices": ["cold ", "  hot"], "gold": 0
 
 def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path):
     write(tmp_path / "piqa.jsonl", ICE)
-    schema = {"context_options": ["a", "b"], "continuation": "c", "gold": 0}
+    schema = {"context_options": ["a ", " b"], "continuation": "c ", "gold": 0}
     write(tmp_path / "winograd_wsc.jsonl", schema)
     mine = write(tmp_path / "mine.jsonl", ICE, "", ICE)
     (tmp_path / "notes.txt").write_text("some words")
@@ -28,6 +28,7 @@ def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path
     ]
     assert tasks[0].items[0].contexts[0] == "Question: Ice is\nAnswer:"
     assert tasks[2].items[0].contexts[0] == "Question: Ice is"
+    assert (tasks[1].items[0].contexts, tasks[1].items[0].continuations) == (["a", "b"], [" c"] * 2)
     assert all(task.harness == task.items for task in tasks[:3])
     assert tasks[3].text == "some words"
 

@@ -124,9 +124,13 @@ def found(ranks, request):
 
 
 def marked(case):
-    """A case as a parameter: quick on the usual chips, slow on a few, long on the others."""
-    arch = case[0]
-    other = pytest.mark.slow if arch in FEW_CHIPS else pytest.mark.long
+    """A case as a parameter: quick on the usual chips, slow on a few, long on the others.
+
+    But the pass that takes most of a chip's shared memory is slow on all.
+    """
+    arch, D, pass_name, _ = case
+    is_slow = arch in FEW_CHIPS or (D, pass_name) == (128, "dkdv")
+    other = pytest.mark.slow if is_slow else pytest.mark.long
     return pytest.param(case, id=name(case), marks=[] if arch in USUAL_CHIPS else other)
 
 

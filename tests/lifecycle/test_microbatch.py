@@ -197,6 +197,13 @@ def test_auto_is_the_largest_that_fits_by_the_formula(layout):
         microbatch.planned(MODEL, cfg, world, "bf16", 0.9 * peak(1))
 
 
+def test_stages_get_four_microbatches_each():
+    """Of 16 rows a rank, on two stages: with larger ones the stages would wait for longer."""
+    cfg = TrainConfig(global_batch_size=32, microbatch_size="auto", tp=2, pp=2)
+    world = processes.World(0, 8, 0, 2, CPU, 0, 2)
+    assert microbatch.planned(MODEL, cfg, world, "bf16", 1e12)[0] == 2
+
+
 def test_scores_that_attention_keeps_are_counted():
     cfg = TrainConfig(global_batch_size=512, microbatch_size="auto")
     world = processes.World(0, 1, 0, 1, CPU)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import refusal
 
-import processes
 from config import MPTConfig, TrainConfig, load, step_ranges
+from lifecycle import run
 from lifecycle.run import BadSteps, LateReader, Run, Skips, StepConsensus, save_due
 from processes import World
 from program import UserError
@@ -53,13 +53,24 @@ def test_good_checkpoints_stay_during_bad_steps_unless_the_run_ends(done, agreed
     assert Run.save_is_due(now) is saves
 
 
-def largest(world, wishes):
-    return list(map(int, processes.all_max(wishes[world.global_rank], world)))
+def figures_of(world, of_ranks):
+    """What the ranks agree on if each has its own (signal, writes still, seconds, GB)."""
+    stop_signal, writes, seconds, memory_gb = of_ranks[world.global_rank]
+    mine = SimpleNamespace(
+        world=world,
+        cfg=TrainConfig(save_minutes=0),
+        signals=SimpleNamespace(stop_signal=stop_signal),
+        log=SimpleNamespace(stop_signal=0),
+        checkpointer=SimpleNamespace(settled=lambda: not writes),
+        saved_at=0.0,
+    )
+    return Run.agree(mine), run.of_all_ranks(world, seconds, memory_gb)
 
 
 def test_what_one_rank_wants_happens_on_all(ranks):
-    """A signal, a save, and that a save is still being written."""
-    assert ranks(2)(largest, [[15, 0, 1], [0, 1, 0]]) == [[15, 1, 1]] * 2
+    """A signal, and that a save is still being written; and the straggler has its name."""
+    found = ranks(2)(figures_of, [(15, False, 0.5, 3.5), (0, True, 30.0, 2.0)])
+    assert found == [(StepConsensus(15, save=False, all_saved=False), (3.5, 1, 60))] * 2
 
 
 class Lagging:

@@ -271,6 +271,22 @@ def test_a_step_is_sent_with_its_evaluation(run):
     assert steps.above(1, 2) == [(2, {"loss": 5})]
 
 
+def test_the_last_step_waits_for_its_evaluation(run, monkeypatch):
+    """Which may take longer than the tracker waits between two looks at the file."""
+    need("tensorboard")
+    monkeypatch.setitem(sys.modules, "torch", None)  # as the tracker's own process has it
+    *rows, evaluation = rows_up_to(60)
+    write_lines(run / "metrics.jsonl", *rows)
+    (run / "trackers").mkdir()
+    feeder = trackers.Feeder(str(run), "tensorboard", say=print)
+    feeder.send()
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(evaluation) + "\n")
+    feeder.finish()
+    found = [item[:2] for item in of_tensorboard(run)[0]]
+    assert ("loss", 60) in found and ("val_loss", 60) in found
+
+
 # --- What goes wrong
 
 

@@ -171,7 +171,7 @@ def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later
     tiny_data, tmp_path
 ):
     """For the others that step is over: their own patience would last 6 s longer."""
-    flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, "--run_dir=run", "--timeout_minutes=0.25"]
+    flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, "--run_dir=run", "--timeout_minutes=0.4"]
     with Job(tmp_path, 2, fsdp_train.main, flags, slow_then_hanging) as job:
         assert job.wait() == [RESUME_ME] * 2
         (line,) = job.errors()

@@ -216,8 +216,8 @@ def test_folders_and_globs_are_read_in_sorted_order(write, tmp_path):
 def test_what_is_left_out_is_named(write, tmp_path):
     for name in ("a.txt", "b.jsonl.gz", "sub/c.md", "sub/d.md", "LICENSE", ".hidden.md"):
         write(name, "text")
-    assert corpus.left_out(str(tmp_path)) == " (left out: 2 .md, 1 without a suffix, 1 .gz)"
-    assert corpus.left_out(f"{tmp_path}/*.txt") == corpus.left_out("stdlib") == ""
+    assert sources.left_out(str(tmp_path)) == " (left out: 2 .md, 1 without a suffix, 1 .gz)"
+    assert sources.left_out(f"{tmp_path}/*.txt") == sources.left_out("stdlib") == ""
     assert "left out: 1 .gz" in error(f"{tmp_path}/*.gz")
 
 
@@ -226,7 +226,7 @@ def test_tables_beside_other_text_are_a_question(write, tmp_path):
     write("my $data/LICENSE.txt", "All rights reserved.")
     write("my $data/train.csv", "text\none\ntwo\n")
     message = error(tmp_path / "my $data")
-    assert len(corpus.files(str(tmp_path / "my $data"))) == 2  # folders of tokens may know both
+    assert len(sources.files(str(tmp_path / "my $data"))) == 2  # folders of tokens may know both
     assert "holds text (" in message and "LICENSE.txt) and tables (" in message
     flags = shlex.split(message.partition("as in ")[2])
     datasets = [flag.removeprefix("--dataset=") for flag in flags if flag != "or"]
@@ -268,9 +268,9 @@ def test_the_name_of_a_hub_data_set_is_no_file(write, tmp_path, monkeypatch):
     write("here", "text")
     monkeypatch.chdir(tmp_path)
     for name in NO_HUB_NAMES:
-        assert "file is there" in refusal(corpus.files, name)
+        assert "file is there" in refusal(sources.files, name)
     for name in HUB_NAMES:
-        assert corpus.files(name) == []
+        assert sources.files(name) == []
 
 
 def test_a_stream_gives_the_rows_in_order(write, tmp_path, monkeypatch):

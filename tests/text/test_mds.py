@@ -21,7 +21,7 @@ from conftest import PATIENCE, flags_for, refusal, slowly
 import data
 from config import TrainConfig
 from data import Split
-from text import corpus, mds, tokenizer
+from text import corpus, mds, sources, tokenizer
 from text.prepare import prepare
 from text.shards import Shard, shard_files
 
@@ -63,7 +63,7 @@ def settings(tmp_path):
 @pytest.mark.parametrize("name", [*theirs.KINDS, *COMPRESSED])
 def test_ids_are_the_writer_s_in_their_order(name):
     assert read(HERE / name) == read(HERE / name / "index.json") == theirs.rows_of(name)
-    assert corpus.left_out(str(HERE / name)) == ""
+    assert sources.left_out(str(HERE / name)) == ""
 
 
 def test_texts_are_the_writer_s_and_other_columns_are_skipped(settings, capsys):
