@@ -31,6 +31,7 @@ Run `python attention.py` to see the implementations agree.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -185,7 +186,7 @@ def attention(
         groups = q.shape[1] // k.shape[1]  # query heads per key head
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-    function = VARIANTS.get(impl) or IMPLEMENTATIONS[impl]
+    function = VARIANTS[impl].function if impl in VARIANTS else IMPLEMENTATIONS[impl]
     return function(q, k, v, rule)
 
 
@@ -378,11 +379,30 @@ IMPLEMENTATIONS = {
     "triton": triton_attention,
 }
 
-# Attention that computes another function. To add one, put its name here and into
-# MPTConfig.attn_impl (config.py). It takes (q, k, v, rule) as the implementations do; k and v come
-# repeated to H heads. It must handle fewer queries than keys (decoding on a cache) and sequence_ids
-# (padding, packed documents): tests/test_another_attention.py checks every entry.
+
+class Variant(NamedTuple):
+    """An attention that computes another function than MPT's.
+
+    It takes (q, k, v, rule) as the implementations do; k and v come repeated to H heads. It must
+    handle fewer queries than keys (decoding on a cache) and sequence_ids (padding, packed documents).
+    """
+
+    function: Callable
+    stays_compiled: bool  # in evaluation, too; True if uncompiled it would keep all T x T scores
+
+
+# {name: Variant}. To add one, put its name into AttentionImpl (config.py), too, and its FLOPs into
+# flops.ATTENDED_KEYS: tests/test_another_attention.py checks every entry.
 VARIANTS = {}
+
+
+def stays_compiled(impl: str) -> bool:
+    """Whether blocks with this attention stay compiled in evaluation.
+
+    Otherwise they are not compiled once more for evaluation, and for each of the many shapes of
+    zero-shot tasks. Uncompiled, FlexAttention would store all T x T scores.
+    """
+    return VARIANTS[impl].stays_compiled if impl in VARIANTS else impl == "flex"
 
 
 def function_of(impl: str) -> str:

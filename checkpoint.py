@@ -27,7 +27,6 @@ import platform
 import re
 import shutil
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -37,10 +36,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-import attention
 import processes
 import program
-from config import MPTConfig, TrainConfig, from_dict
+from config import MPTConfig
 from model import MPT
 from optim import ADAMW, kind_of
 from processes import rank_zero_decides, together
@@ -61,8 +59,6 @@ from storage.checkpoint_files import (
 OPTIONS = StateDictOptions(
     flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False
 )
-# What decides what a model computes.
-SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
 
 # --------------------------------------------------------------------------------------------------
 # Saving
@@ -116,15 +112,23 @@ class Checkpointer:
         path = self.folder / f"step-{step}.tmp"
         state = state_of(model, optimizer)
         meta = meta | {"step": step, "optimizer": kind_of(optimizer)}
-        self.attempt(step, lambda: prepare(path, meta))
+        rank_zero_decides(lambda: self.begin(step, meta))
+        save_planner, _ = choose_planners(layout_of(model))
         future = dcp.async_save(
             state,
             storage_writer=Writer(path, self.reads_back),
-            planner=save_planner(layout_of(model)),
+            planner=save_planner,
             process_group=self.group,
             async_stager=self.stager,
         )
         self.pending = (step, future)
+
+    def begin(self, step: int, meta: dict) -> None:
+        """Make the folder of a new checkpoint. On rank 0. UserError if that fails."""
+        try:
+            prepare(self.folder / f"step-{step}.tmp", meta)
+        except OSError as error:
+            raise self.give_up(step, error) from error
 
     def settled(self) -> bool:
         """Whether `finish` would return without waiting on this rank. Ranks may differ briefly."""
@@ -140,22 +144,29 @@ class Checkpointer:
         step, future = self.pending
         self.pending = None
         error = future.exception()  # waits; on rank 0 it is the failure of any rank
-        self.attempt(step, lambda: self.publish(step, error))
+        rank_zero_decides(lambda: self.publish(step, error))
         self.published = step
 
     def publish(self, step: int, error: BaseException | None) -> None:
         """Give a written checkpoint its final name, then remove old ones. On rank 0.
 
-        error: why writing failed, or None.
+        error: why writing failed, or None. UserError if it did, or if this fails.
         """
-        if error:
-            raise error
         path = self.folder / f"step-{step}"
         temporary = path.with_suffix(".tmp")
-        files.sync(temporary)
-        temporary.rename(path)
-        files.sync(self.folder)  # now the new name survives a power failure
+        if error:
+            raise self.give_up(step, error) from error
+        try:
+            files.sync(temporary)
+            temporary.rename(path)
+            files.sync(self.folder)  # now the new name survives a power failure
+            self.remove_old()
+        except OSError as fault:
+            raise self.give_up(step, fault) from fault
         self.reads_back = False
+
+    def remove_old(self) -> None:
+        """Remove all checkpoints but the newest, and those that stay for good."""
         for old in complete(self.folder)[: -self.keep_last]:
             is_imported = number(old) == 0  # training saves its first after step 1
             for_good = self.keep_every and number(old) % self.keep_every == 0
@@ -163,24 +174,16 @@ class Checkpointer:
                 # Rename it first: a half-removed checkpoint must not look complete.
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
-    def attempt(self, step: int, action) -> None:
-        """Call `action()` on rank 0. If it fails, remove this step's files.
+    def give_up(self, step: int, error: BaseException) -> UserError:
+        """Remove the files of a step that could not be saved.
 
-        Then all ranks raise the same UserError, which names the last good checkpoint.
+        Returns the error to raise, which names the last good checkpoint.
         """
-
-        def act():
-            try:
-                action()
-            except (Exception, dcp.CheckpointException) as error:  # the latter: a BaseException
-                reason = reason_of(error)
-                if not isinstance(cause_of(error), UserError):
-                    reason += f" ({files.free_bytes(self.folder) / 1e9:.2f} GB are free there)"
-                shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
-                message = f"could not save step {step}: {reason}. {self.last_good()}"
-                raise UserError(message) from error
-
-        rank_zero_decides(act)
+        reason = reason_of(error)
+        if not isinstance(cause_of(error), UserError):
+            reason += f" ({files.free_bytes(self.folder) / 1e9:.2f} GB are free there)"
+        shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
+        return UserError(f"could not save step {step}: {reason}. {self.last_good()}")
 
     def last_good(self) -> str:
         """A sentence that names the newest complete checkpoint."""
@@ -193,22 +196,13 @@ def layout_of(model: MPT):
     return getattr(model, "layout", None)
 
 
-def save_planner(layout):
-    """DCP's planner for saving. If several ranks have the same piece, one of them writes it."""
+def choose_planners(layout) -> tuple:
+    """DCP's planners for saving and for loading. If several ranks have a piece, one writes it."""
     if layout is None:
-        return DefaultSavePlanner()
+        return DefaultSavePlanner(), checkpoint_files.Planner()
     from storage import pieces  # here, since most runs do without --tp
 
-    return pieces.SavePlanner(layout)
-
-
-def load_planner(layout):
-    """Our planner for loading."""
-    if layout is None:
-        return checkpoint_files.Planner()
-    from storage import pieces
-
-    return pieces.LoadPlanner(layout)
+    return pieces.SavePlanner(layout), pieces.LoadPlanner(layout)
 
 
 def state_of(model: MPT, optimizer) -> dict:
@@ -315,12 +309,13 @@ def fill(path: Path, state: dict, metadata: Metadata | None = None, layout=None)
     UserError if the tensors are missing or cannot be read.
     """
     metadata = metadata or rank_zero_decides(lambda: read_metadata(path))
+    _, load_planner = choose_planners(layout)
     with warnings.catch_warnings(), damage_named(path):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: no_dist
         dcp.load(
             state,
             storage_reader=checkpoint_files.Reader(path, metadata),
-            planner=load_planner(layout),
+            planner=load_planner,
             no_dist=not dist.is_initialized(),
         )
 
@@ -385,23 +380,6 @@ def require_same_optimizer(path: Path, optimizer) -> None:
     )
 
 
-def settings(path: Path) -> MPTConfig:
-    """The model settings of a checkpoint. Raises UserError if they are wrong."""
-    return from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
-
-
-def adapter_settings(path: Path) -> TrainConfig | None:
-    """The settings of a checkpoint's adapters; None if it holds a whole model.
-
-    Raises UserError if they are wrong.
-    """
-    meta = read_meta(path)
-    names = [name for name in meta if name.startswith("lora_")]
-    saved = {name: meta[name] for name in (*names, "rslora", "init_from") if name in meta}
-    cfg = from_dict(TrainConfig, saved, f"{path}/meta.json")
-    return cfg if cfg.lora_rank else None
-
-
 def whole_weights(cfg: MPTConfig) -> dict[str, torch.Tensor]:
     """The weights of a model by name, whole, of all stages: on the meta device, without memory."""
     with torch.device("meta"):
@@ -418,48 +396,3 @@ def saved_weights(model: MPT) -> dict[str, torch.Tensor]:
     import lora  # here, since most runs do without
 
     return lora.trained_weights(model.cfg, model.lora)
-
-
-# --------------------------------------------------------------------------------------------------
-# Two models of the same function
-
-
-def differing(names: list[str], saved: dict, ours: dict) -> list[str]:
-    """A few words for each of the settings `names` that differs."""
-    return [f"{k} {saved[k]} (here {ours[k]})" for k in names if saved[k] != ours[k]]
-
-
-def different_functions(there: MPTConfig, here: MPTConfig) -> list[str]:
-    """The settings by which two models have other weight shapes or logits, in a few words each."""
-    theirs, ours = function_settings(there), function_settings(here)
-    return differing([name for name in theirs if name in ours], theirs, ours)
-
-
-def function_settings(cfg: MPTConfig) -> dict:
-    """The settings that decide the shapes and logits of a model, by name.
-
-    Settings that have no effect here are left out, such as rope_theta without rope.
-    """
-    values = comparable(asdict(cfg))
-    values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
-    has_effect = {
-        "attn_uses_sequence_id": False,
-        "alibi_bias_max": cfg.alibi,
-        "rope_theta": cfg.rope,
-        "max_seq_len": cfg.learned_positions,
-    }
-    return {name: values[name] for name in SAME_MODEL if has_effect.get(name, True)}
-
-
-def comparable(settings: dict) -> dict:
-    """The settings with one name for all ways to compute the same function.
-
-    A run may be resumed with another attention kernel, or with its norms in another precision.
-    """
-    attn_impl = attention.function_of(settings["attn_impl"])
-    return settings | {"attn_impl": attn_impl, "norm_type": norm_of(settings["norm_type"])}
-
-
-def norm_of(norm_type: str) -> str:
-    """The function of a norm, whatever its precision."""
-    return norm_type.removeprefix("low_precision_")

@@ -12,7 +12,8 @@ to the file:
     global_batch_size = 16 * microbatch_size * _gpus
 
 Settings are grouped by what they belong to: model, data, batch, optimizer, machine, evaluation,
-saving, lifecycle. Their names are unique over all groups, so a flag needs no prefix.
+saving, lifecycle. Their names are unique over all groups, so a flag needs no prefix. Below them
+stands the parser, which all programs use: `load` and what it calls.
 
 Run `python config.py --help` to list them all, or with config files and flags to see what they
 add up to. This file does not import torch, so it answers in 0.1 s.
@@ -78,6 +79,7 @@ class MPTConfig:
     # --- model: positions
     learned_pos_emb: bool = True  # a learned vector per position (ALiBi and RoPE turn it off)
     alibi: bool = False  # attention with linear biases
+    # 2^-128 is near the smallest number of fp32.
     alibi_bias_max: Float[1e-3, 128] = 8  # slope of head i = 1..n_heads: 2^(-i * this / n_heads)
     rope: bool = False  # rotary positions: rotate q and k by angles that grow with the position
     rope_theta: Float[1, 10**15] = 10000.0  # RoPE: the longest wavelength is about 2 pi * this
@@ -311,7 +313,7 @@ class TrainConfig:
     lr_one_step_late: bool = False  # schedule as in Composer: step k uses the factor of step k-1
     beta1: Float[0, 0.999999] = 0.9  # Adam: decay of the mean of the gradient
     beta2: Float[0, 0.999999] = 0.95  # Adam: decay of the mean of its square
-    adam_eps: Float[1e-30, 1] = 1e-8  # Adam: added to the denominator
+    adam_eps: Float[1e-30, 1] = 1e-8  # Adam: added to the denominator, which may be 0
     decoupled_weight_decay: Float[0, 1] = 0.0  # p *= 1 - this * lr_t/lr; not PyTorch's weight_decay
     grad_clip: Float[0, 10**6] = 1.0  # clip the global gradient norm to this (0 = never)
     z_loss: Float[0, 1] = 0.0  # weight of the squared logsumexp of the logits (PaLM: 1e-4)
@@ -754,7 +756,9 @@ def describe_type(hint) -> str:
     words |= {str: "text", list[str]: "text", type(None): "none"}
     names = []
     for member in members_of(hint):
-        names.append(words.get(member) or "one of: " + ", ".join(typing.get_args(member)))
+        choices = ", ".join(map(str, typing.get_args(member)))
+        unknown = f"a number with limits: write {getattr(member, '__name__', member)}[low, high]"
+        names.append(words.get(member) or (f"one of: {choices}" if choices else unknown))
     return " or ".join(names)
 
 

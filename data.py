@@ -48,6 +48,7 @@ import config
 import program
 from config import TrainConfig
 from program import require
+from text import recipe
 from text.shards import Shard, read_summary, shard_files
 
 
@@ -239,16 +240,31 @@ def n_evaluated(split, eval_tokens: int) -> int:
     return max(1, min(len(split), eval_tokens // split.seq_len))
 
 
-def open_or_prepare(cfg: TrainConfig, max_seq_len: int) -> list[Path]:
+def open_folders(cfg: TrainConfig, max_seq_len: int) -> list[Path]:
     """The checked data folders of a training run: one, or that of each source of a mixture.
 
-    Rank 0 alone calls it. See text/prepare.py, and of data in a store text/fetch.py.
+    Rank 0 alone calls it. See text/recipe.py, and of data in a store text/fetch.py.
     """
-    from text import prepare  # here, since the other ranks do without
-
     if cfg.mix:
-        return prepare.of_mixture(prepare.open_or_prepare, cfg, max_seq_len)
-    return [prepare.open_or_prepare(cfg, max_seq_len)]
+        return recipe.of_mixture(open_or_prepare, cfg, max_seq_len)
+    return [open_or_prepare(cfg, max_seq_len)]
+
+
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0, source: str = "") -> Path:
+    """The checked data folder of a run; of a store, the one that `fetch.copy` fills.
+
+    A small data set that is missing is prepared first, though not in a store. max_seq_len, source:
+    see `recipe.Recipe`. Raises UserError for a large one, with the command that prepares it, and
+    for a folder that is damaged, or made from something else.
+    """
+    wanted = recipe.Recipe(cfg, max_seq_len, source)
+    if not recipe.is_ready(wanted):
+        from text import prepare  # here, since most runs find their tokens
+
+        if not wanted.store:
+            prepare.require_small(wanted)
+        prepare.prepare(cfg, max_seq_len=max_seq_len, source=source)
+    return recipe.verify_folder(wanted)
 
 
 class Part(NamedTuple):
@@ -267,7 +283,7 @@ class Dataset:
     def __init__(self, folders: list[Path], model_cfg: config.MPTConfig, cfg=None):
         """UserError if an id exceeds the model's vocabulary, or a split is less than one window.
 
-        folders: what `open_or_prepare` returned. cfg: for a mixture.
+        folders: what `open_folders` returned. cfg: for a mixture.
         """
         length = model_cfg.max_seq_len
         mix = cfg.mix if cfg else []
@@ -487,7 +503,7 @@ class DataArgs:
 def main(argv) -> None:
     """Prepare a data set, then print what it holds and how fast one thread reads it."""
     from text import mixture
-    from text.prepare import of_mixture, prepare
+    from text.prepare import prepare
 
     model_cfg, cfg, args = config.load(argv, config.MPTConfig, TrainConfig, DataArgs)
     require(
@@ -496,7 +512,7 @@ def main(argv) -> None:
         "and export the sources of a mixture one by one",
     )
     if cfg.mix:
-        folders = of_mixture(prepare, cfg, os.cpu_count(), model_cfg.max_seq_len)
+        folders = recipe.of_mixture(prepare, cfg, os.cpu_count(), model_cfg.max_seq_len)
         for source, folder in zip(mixture.sources(cfg.mix), folders, strict=True):
             print(f"{source.name}, {source.share:g} of the samples:")
             describe(folder, cfg, model_cfg)

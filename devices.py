@@ -21,6 +21,8 @@ Below, `device` is a torch.device and `dtype` a torch.dtype. torch is imported o
 machine has. Run `python devices.py` for the table and for what this machine has.
 """
 
+import contextlib
+import ctypes
 import difflib
 import glob
 import os
@@ -426,6 +428,17 @@ def open_gpu(device) -> None:
         torch.ones(1, device=device)  # starts a kernel: is there one for this architecture?
     except RuntimeError as error:
         raise UserError(cannot_open(name, str(error).split("\n")[0])) from error
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep the buffers that a process on a CPU has freed.
+
+    Otherwise each step returns its memory to the kernel, and faults it in again.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def cannot_open(name: str, reason: str) -> str:

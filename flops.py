@@ -41,6 +41,20 @@ from config import (
 )
 from program import require
 
+# How many keys a query of attention is counted with, by attn_impl. Whoever adds an attention that
+# computes another function (attention.VARIANTS) adds a row: MFU counts it. The planner does not
+# know it, and refuses it.
+FULL_ATTENTION = ("auto", "reference", "blocks", "sdpa", "flex", "triton")
+ATTENDED_KEYS = dict.fromkeys(FULL_ATTENTION, lambda cfg: cfg.keys_seen)
+
+
+def attended_keys(cfg: MPTConfig) -> int:
+    """The keys of a query: S of the formula. UserError for an attention without a row above."""
+    unknown = f"flops.py does not know attn_impl={cfg.attn_impl}: add it to ATTENDED_KEYS"
+    require(cfg.attn_impl in ATTENDED_KEYS, unknown)
+    return ATTENDED_KEYS[cfg.attn_impl](cfg)
+
+
 # --------------------------------------------------------------------------------------------------
 # Parameters
 
@@ -166,7 +180,7 @@ def block_forward(cfg: MPTConfig) -> dict[str, int]:
     linear = {
         LINEARS[name]: 2 * n_out * n_in for name, (n_out, n_in) in cfg.linear_layers().items()
     }
-    attention = 2 * cfg.d_model * cfg.keys_seen  # grouped heads save nothing: all queries count
+    attention = 2 * cfg.d_model * attended_keys(cfg)  # grouped heads save nothing: all queries count
     of_attention = dict.fromkeys(ATTENTION, attention)
     return {"QKV": linear.pop("QKV"), **of_attention, **linear}
 
@@ -279,7 +293,7 @@ def flops_of(
         n_again = sum(parts[name] for name in cfg.linear_layers())
         n = n_again + cfg.vocab_size * cfg.d_model
     again = [i for i in range(L) if checkpointing_of(train, i) == "full"]
-    l_d_s = L * cfg.d_model * cfg.max_seq_len
+    l_d_s = L * cfg.d_model * attended_keys(cfg)
     return flops_of_size(n, l_d_s, row, frozen, len(again) / L, n_again)
 
 
@@ -391,7 +405,7 @@ class FlopsArgs:
     devices: Int[1, 10**6] = 1  # torch devices: an MI250 card is two
     convention: str = "foundry"  # of the MFU in JSON: foundry, causal, 6nd, megatron, ...
     frozen: bool = False  # no weight trains; something before block 0 does
-    n_params: Int[1, 10**15] | None = None  # no model; n_layers, d_model, max_seq_len add attention
+    n_params: Int[1, 10**15] | None = None  # in place of a model; n_layers and others add attention
     json: bool = False  # print JSON
 
     def check(self) -> None:

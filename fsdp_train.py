@@ -25,8 +25,6 @@ from lifecycle import stopping
 if __name__ == "__main__":  # before the imports that take seconds
     stopping.while_loading(sys.argv[1:])
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch.profiler import record_function
@@ -114,22 +112,21 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
 
 def forward_backward(model, microbatches, n_tokens, cfg, world, precision):
     """Add the gradients of all microbatches to .grad. Returns the sum of the tokens' losses."""
-    with parallel.computing_in(precision, model, len(microbatches)) as autocast:
+    n = len(microbatches)
+    with parallel.run_passes(model, cfg, precision, n) as passes:  # fp32, or matmuls in bf16
         if cfg.pp > 1:  # this rank has some of the layers, and passes microbatches on to others
             import pipeline  # here, since most runs do without
 
-            before = partial(parallel.before_microbatch, model, cfg)
-            given = model, microbatches, n_tokens, cfg.z_loss, world
-            return pipeline.forward_backward(*given, autocast, before)
+            given = microbatches, n_tokens, cfg.z_loss
+            return pipeline.forward_backward(model, *given, world, passes)
         loss_sum = torch.zeros((), device=world.device)
-        for number, (ids, labels) in enumerate(microbatches, 1):
-            parallel.before_microbatch(model, cfg, last=number == len(microbatches))
-            with record_function("forward"), autocast:
+        for i, (ids, labels) in enumerate(microbatches):
+            with passes.forward():
                 loss = model(ids, labels=labels, z_loss=cfg.z_loss)  # a sum over the tokens
             # n_tokens counts those of all ranks, and fully_shard takes the mean of the ranks'
             # gradients. So with 2 ranks, which have 3 and 5 of 8 tokens:
             #     (2/8 * sum over 3  +  2/8 * sum over 5) / 2  =  sum over 8 / 8
-            with record_function("backward"):
+            with passes.backward(is_last=i == n - 1):
                 (loss * world.dp_size / n_tokens).backward()
             loss_sum += loss.detach_()  # in place, which frees the graph
         return loss_sum
@@ -155,7 +152,7 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
         ids, labels = data.inputs_and_labels(rows)
         labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE  # on the CPU: a GPU would wait
         ids, labels = ids.to(world.device), labels.to(world.device)
-        with parallel.autocast(world.device, precision), parallel.uncompiled(model):
+        with parallel.autocast(world.device, precision), parallel.run_uncompiled(model):
             loss_sum += model(ids, labels=labels)
             n_tokens += (labels != IGNORE).sum()
     model.train()

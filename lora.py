@@ -15,9 +15,15 @@ of A.
 A starts random, and B at zero: at step 0 the model is exactly the one it starts from. Afterwards
 W + s B A is a weight like any other, and `merge` makes it so.
 
-The adapters are put on from outside (`put_on`): a layer keeps its name and its weights, and its
-class changes to one that adds the update. On a model that tensor parallelism has cut, each rank i
-adds the update of its own part:
+The usual way to write it is a module around the layer:
+
+    class LoRALinear(nn.Module):                 but Wqkv.weight would become Wqkv.linear.weight
+        def forward(self, x):
+            return self.linear(x) + self.scale * (x @ self.A.T) @ self.B.T
+
+Here a layer keeps its name, so that weights from anywhere fit, and its class changes to one that
+adds the update (`put_on`). On a model that tensor parallelism has cut, each rank i adds the update
+of its own part:
 
     column   y_i = W_i x + s B_i A x                 W and B are cut by rows, A is whole
     row      y = sum over i of (W_i + s B A_i) x_i   W and A are cut by columns, B is whole
@@ -48,7 +54,7 @@ class LoRALinear(nn.Linear):
         """x (..., in) -> (..., out)."""
         # First, so that the layer's own matmul stays the last of its block: full activation
         # checkpointing does not repeat that one.
-        added = update(self, x)
+        added = low_rank_product(self, x)
         return super().forward(x) + added
 
 
@@ -57,7 +63,7 @@ class LoRAColumnLinear(ColumnLinear):
 
     def share(self, x):
         """x (B, T, in) -> (B, T, out / n)."""
-        added = update(self, x)
+        added = low_rank_product(self, x)
         return super().share(x) + added
 
 
@@ -66,11 +72,11 @@ class LoRARowLinear(RowLinear):
 
     def share(self, x):
         """x (B, T, in / n) -> (B, T, out), this rank's share of the sum."""
-        added = update(self, x)
+        added = low_rank_product(self, x)
         return super().share(x) + added
 
 
-def update(layer, x):
+def low_rank_product(layer, x):
     """s B A x: (..., in) -> (..., out)."""
     x = F.dropout(x, layer.lora_dropout, layer.training)
     low = F.linear(x, layer.lora_A)  # (..., r)
@@ -115,13 +121,15 @@ def is_trained_too(model: MPT, name: str, cfg: TrainConfig) -> bool:
 def adapt(layer: nn.Linear, cfg: TrainConfig) -> None:
     """Give one linear layer its A and B, in fp32 or wider."""
     out_features, in_features = layer.weight.shape  # of this tensor rank
-    known = type(layer) in WITH_UPDATE
-    require(known, f"lora knows no layer of the kind {type(layer).__name__}: set --lora_targets")
+    can_adapt = type(layer) in WITH_UPDATE
+    require(
+        can_adapt, f"lora knows no layer of the kind {type(layer).__name__}: set --lora_targets"
+    )
     layer.__class__ = WITH_UPDATE[type(layer)]
     dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-    place = {"device": layer.weight.device, "dtype": dtype}
-    layer.lora_A = nn.Parameter(torch.empty(cfg.lora_rank, in_features, **place))
-    layer.lora_B = nn.Parameter(torch.empty(out_features, cfg.lora_rank, **place))
+    options = {"device": layer.weight.device, "dtype": dtype}
+    layer.lora_A = nn.Parameter(torch.empty(cfg.lora_rank, in_features, **options))
+    layer.lora_B = nn.Parameter(torch.empty(out_features, cfg.lora_rank, **options))
     layer.lora_scale = cfg.lora_scale
     layer.lora_dropout = cfg.lora_dropout
 

@@ -253,7 +253,7 @@ class Block(nn.Module):
     def forward(self, x, positions, cache=None, layer=0):
         """x (B, T, d_model) -> (B, T, d_model). `layer` is this block's index in the cache."""
         if self.recompute and torch.is_grad_enabled() and cache is None:
-            return checkpoint(self.compute, x, positions, **self.recompute)
+            return checkpoint(self.compute, x, positions, None, layer, **self.recompute)
         return self.compute(x, positions, cache, layer)
 
     def compute(self, x, positions, cache=None, layer=0):
@@ -349,8 +349,14 @@ class MPT(nn.Module):
 
         It is F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") plus the
         z-loss, without all logits in memory; loss.py begins with the formula.
+
         Another loss has to be a sum over counted tokens, too: train_step divides by their number.
+        Compute it from self.logits(x), and it works with --tp as well.
         """
+        return self.cross_entropy(x, labels, z_loss)
+
+    def cross_entropy(self, x, labels, z_loss):
+        """`linear_cross_entropy` of this model's output layer; a scalar."""
         cap = self.cfg.final_logit_softcapping
         return linear_cross_entropy(
             x, self.output_weight, labels, self.logit_scale, z_loss, softcap=cap
@@ -374,9 +380,14 @@ class MPT(nn.Module):
         return KVCache(k, v, pad=pad)
 
     @property
+    def output_layer(self) -> nn.Module:
+        """The module whose weight makes logits of hidden states."""
+        return self.transformer.wte if self.cfg.tie_word_embeddings else self.lm_head
+
+    @property
     def output_weight(self) -> torch.Tensor:
         """The weight of the output layer, (V, d_model)."""
-        return (self.transformer.wte if self.cfg.tie_word_embeddings else self.lm_head).weight
+        return self.output_layer.weight
 
     @property
     def logit_scale(self) -> float | None:

@@ -4,9 +4,8 @@
     python nano.py                        on one device
     torchrun --nproc_per_node 2 nano.py   on two: each has all weights and half of each batch
 
-Its losses are those of `fsdp_train.py configs/demo.py`, which a test holds. The other files add
-what this page lacks: models larger than a device, runs that survive, your own text, speed
-(READING.md). To try an idea on one GPU, change this file.
+A test holds its losses to those of `fsdp_train.py configs/demo.py`. The other files add larger
+models, runs that survive, your own text, speed (READING.md). For an idea, change this file.
 """
 
 import glob
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 
 # --- Settings: those of configs/demo.py
 
-d_model, n_heads, n_layers = 256, 8, 4
+d_model, n_heads, n_layers = 256, 8, 4  # n_heads: a power of two, for ALiBi's slopes
 seq_len, vocab_size = 128, 4096
 batch_size = 8  # rows of a step, over all ranks
 max_steps, warmup_steps = 700, 50
@@ -132,7 +131,8 @@ def load(split):
         sys.exit(f"no {split} tokens in {data_dir}: python data.py configs/demo.py makes them")
     rows = []
     for path in paths:
-        ids = np.memmap(path, np.uint16, "r", offset=4096)  # after a header
+        header = json.loads(np.fromfile(path, "S4096", 1)[0])
+        ids = np.memmap(path, header["dtype"], "r", offset=4096)
         rows.append(np.lib.stride_tricks.sliding_window_view(ids, seq_len + 1)[::seq_len])
     return np.concatenate(rows)
 

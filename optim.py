@@ -10,9 +10,9 @@ so weight_decay = decoupled_weight_decay / lr gives exactly this rule, and its f
 used. As in MPT's recipes, all parameters are in one group: norms and biases decay too.
 
 To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer whose
-step takes `closure=None`, as PyTorch's do. It may have several parameter groups, such as one
-without decay. A group whose peak rate is not lr says so as "peak_lr"; each step multiplies the peak
-by f_t.
+step takes `closure=None`, as PyTorch's do. It may have several parameter groups, chosen by the
+names of their parameters, such as one without decay. A group whose peak rate is not lr says so as
+"peak_lr"; each step multiplies the peak by f_t.
 
 Run `python optim.py` to see the schedules.
 """
@@ -30,10 +30,13 @@ ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"
 RATE_SETTINGS = "lr schedule warmup_steps max_steps alpha_f lr_one_step_late".split()
 
 
-def build_optimizer(params, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over `params`, in one fused kernel (PyTorch has one for CPU, CUDA, ROCm and MPS)."""
+def build_optimizer(named_params, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW in one fused kernel (PyTorch has one for CPU, CUDA, ROCm and MPS).
+
+    named_params: (name, parameter) of all that is trained, as of `model.named_parameters()`.
+    """
     return torch.optim.AdamW(
-        params,
+        [param for _, param in named_params],
         lr=cfg.lr,
         betas=(cfg.beta1, cfg.beta2),
         eps=cfg.adam_eps,
@@ -75,9 +78,10 @@ def require_peak_rates(optimizer: torch.optim.Optimizer, cfg: TrainConfig) -> No
 
 
 def step_if_good(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
-    """Take one optimizer step. A bad one changes no weight and no state.
+    """`if good: optimizer.step()`; the CPU does not wait for `good` if the kernel itself can skip.
 
-    good: a bool scalar on the device; False if the loss or the gradient norm is not finite.
+    good: a bool scalar on the device; False if the loss or the gradient norm is not finite. A bad
+    step changes no weight and no state.
     """
     if skips_on_device(optimizer):
         # GradScaler's hook: fused AdamW skips the update when found_inf is set. The kernel reads

@@ -2,8 +2,8 @@
 
 A rank is one process with one device (processes.py). The ranks form a mesh with named dimensions:
 each rank of dp_shard keeps a slice of every weight, gradient and optimizer state, and dp_replicate
-holds copies of that arrangement. Unused dimensions get no process group, since creating one makes
-all ranks wait. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
+holds copies of that arrangement. One function of PyTorch, `fully_shard` (FSDP2), makes every mode
+(config.SHARDING_MODES has this table as code):
 
     mode           mesh (replicate, shard)   whole weights of a     gradients are          ZeRO
                                              block are freed        reduced                stage
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import attention
@@ -99,8 +100,8 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
         import lora
 
         lora.draw(model, cfg.seed)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = optim.build_optimizer(trained, cfg)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = optim.build_optimizer(named, cfg)
     optim.require_peak_rates(optimizer, cfg)
     return model, optimizer
 
@@ -212,6 +213,10 @@ def draw_weights(model: MPT, seed: int) -> None:
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     """The grid of data-parallel ranks: (dp_shard) or (dp_replicate, dp_shard). A collective.
 
+    For 16 ranks and shards over 8 of them it is what PyTorch makes by
+
+        init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp_replicate", "dp_shard"))
+
     Each stage has such a grid for each of its tensor ranks. None for one data-parallel rank alone.
     UserError if cfg.shard_size does not divide them.
     """
@@ -233,16 +238,16 @@ def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
 def connect_mesh(device_type: str, shape, dp_group, timeout) -> DeviceMesh:
     """A mesh of the ranks of dp_group (None: all), of which this is one. A collective of them.
 
-    shape: (name, size) of each dimension. As init_device_mesh makes it, but only this rank's own
-    groups, and with the timeout of the run.
+    shape: (name, size) of each dimension. init_device_mesh would make the groups of all ranks, and
+    all would wait for each. Here a rank makes its own groups, with the timeout of the run.
     """
     dp_group = dp_group or dist.group.WORLD
     names, sizes = zip(*shape, strict=True)
     ranks = torch.tensor(dist.get_process_group_ranks(dp_group)).view(sizes)
-    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    coordinates = (ranks == dist.get_rank()).nonzero()[0].tolist()
     groups = []
     for dim, size in enumerate(sizes):
-        index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
+        index = tuple(slice(None) if d == dim else at for d, at in enumerate(coordinates))
         is_all = size == ranks.numel()
         groups.append(dp_group if is_all else processes.group_of(ranks[index].tolist(), timeout))
     groups = groups if len(groups) > 1 else groups[0]
@@ -250,43 +255,59 @@ def connect_mesh(device_type: str, shape, dp_group, timeout) -> DeviceMesh:
 
 
 # --------------------------------------------------------------------------------------------------
-# A step
+# A step: its passes, then its gradients
 
 
-def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
-    """fp32 or bf16, the same on all ranks: what `devices.choose_precision` says on rank 0.
+class Passes:
+    """The forward and backward passes of a step: in which dtype, and what they send to other ranks.
 
-    A collective. saved: the precision of the checkpoint that a run resumes from.
+    with passes.forward():
+        loss = model(ids, labels=labels)
+    with passes.backward(is_last):     whether this is the last microbatch of the step
+        loss.backward()
     """
-    return processes.rank_zero_decides(lambda: devices.choose_precision(cfg, device, saved)[0])
+
+    def __init__(self, model: MPT, cfg: TrainConfig, precision: str):
+        self.model, self.cfg = model, cfg
+        self.autocast = autocast(next(model.parameters()).device, precision)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Matmuls are in bf16, or everything is in fp32."""
+        with record_function("forward"), self.autocast:
+            yield
+
+    @contextlib.contextmanager
+    def backward(self, is_last: bool) -> Iterator[None]:
+        """Gradients are reduced as the sharding mode says.
+
+        Autocast must not be on: our own autograd functions would compute in another dtype than in
+        their forward pass.
+        """
+        postpone_communication(self.model, self.cfg, is_last)
+        with record_function("backward"):
+            yield
 
 
-def attention_of(model_cfg: MPTConfig, device: torch.device, precision: str) -> str:
-    """The implementation of attention that a run takes: `attention.choose`."""
-    return attention.choose(
-        model_cfg.attn_impl,
-        device,
-        DTYPES[precision],
-        model_cfg.head_dim,
-        model_cfg.alibi,
-        model_cfg.attn_pdrop,
-    )
+@contextlib.contextmanager
+def run_passes(model: MPT, cfg: TrainConfig, precision: str, n: int) -> Iterator[Passes]:
+    """A context for the n forward and n backward passes of a step: see `Passes`."""
+    with cast_weights_once(model, precision, n):
+        yield Passes(model, cfg, precision)
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """A context for forward passes: matmuls in bf16, or everything in fp32."""
-    is_bf16 = precision == "bf16"
-    # Nearly every weight is used once in a forward pass, so a cache of casts would waste memory.
-    return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
+def postpone_communication(model: MPT, cfg: TrainConfig, is_last: bool) -> None:
+    """Before a backward: postpone communication to the step's last one, where the mode says so.
 
-
-def uncompiled(model: MPT):
-    """A context for evaluation, in which compiled blocks run as they were written.
-
-    Otherwise they would be compiled once more for evaluation, and for each of the many shapes of
-    zero-shot tasks. With FlexAttention they stay compiled: it would store all T x T scores.
+    ZERO1, DDP: the reduction of the gradients. HYBRID_SHARD: their all-reduce between groups.
     """
-    return torch.compiler.set_stance("default" if model.cfg.attn_impl == "flex" else "force_eager")
+    if not isinstance(model, FSDPModule):
+        return
+    if cfg.sharding_mode.reduces_late:
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+    elif cfg.sharding_mode.over == "group":
+        model.set_requires_all_reduce(is_last)  # the slow links between nodes are used once a step
 
 
 def seed_dropout(cfg: TrainConfig, step: int, world) -> None:
@@ -300,20 +321,129 @@ def seed_dropout(cfg: TrainConfig, step: int, world) -> None:
     torch.manual_seed(seeded(cfg.seed, name).initial_seed())
 
 
-@contextlib.contextmanager
-def computing_in(precision: str, model: MPT, n_microbatches: int) -> Iterator[torch.autocast]:
-    """A context for the forward and backward passes of a step. Yields that of each forward pass.
+def finish_gradients(model: MPT) -> None:
+    """Add up the gradients of weights that several tensor ranks or stages have. A collective.
 
-    Around a backward pass autocast must not be on: our own autograd functions would compute in
-    another dtype than in their forward pass.
+    Nothing to do without them: the data-parallel ranks' have been reduced during the backward.
     """
-    device = next(model.parameters()).device
-    with weights_cast_once(model, precision, n_microbatches):
-        yield autocast(device, precision)
+    if is_cut(model):
+        import tensor_parallel  # here, since most runs do without
+
+        tensor_parallel.sum_partial_gradients(model)
+    if hasattr(model, "pipe"):
+        import pipeline
+
+        pipeline.sum_tied_gradients(model)
+
+
+def grad_norm(model: MPT) -> torch.Tensor:
+    """The norm of all gradients of a model over all ranks, an fp32 scalar. A collective.
+
+    The root of the sum of their squares: each rank sums over its own part of the gradients, and
+    all-reduces add these sums up. Which parts count on which rank: see `counted_gradients`.
+    """
+    parts = counted_gradients(model)
+    nothing = torch.zeros((), device=next(model.parameters()).device)
+    norms = torch._foreach_norm(parts) if parts else [nothing]
+    total = torch.stack(norms).float().square().sum()
+    for group in groups_that_share(model):
+        dist.all_reduce(total, group=group)
+    if is_cut(model) or hasattr(model, "pipe") or has_replicas(model):
+        # Groups of other data-parallel ranks may have added in another order. Copies of a weight
+        # stay equal only if all are clipped by the same number.
+        dist.broadcast(total, src=0)
+    return total.sqrt()
+
+
+def counted_gradients(model: MPT) -> list[torch.Tensor]:
+    """This rank's shards of the gradients; those of all ranks together have each value once.
+
+    Some tensors are whole on every tensor rank: one of them counts. A tied embedding is on two
+    stages: the first one counts.
+    """
+    is_later_stage = hasattr(model, "pipe") and not model.pipe.is_first
+    counted = []
+    for name, param in model.named_parameters():
+        is_second_copy = is_later_stage and name == "transformer.wte.weight"
+        grad = param.grad
+        if grad is None or is_second_copy:
+            continue
+        if is_cut(model):
+            counted += model.layout.counted_parts(name, grad)
+        else:
+            counted.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    return counted
+
+
+def groups_that_share(model: MPT) -> list[dist.ProcessGroup]:
+    """The groups over whose ranks the gradients are spread: shards, tensor ranks, stages."""
+    groups = []
+    param = next(model.parameters())
+    if isinstance(param, DTensor):
+        dims = [dim for dim, kind in enumerate(param.placements) if not kind.is_replicate()]
+        groups += [param.device_mesh.get_group(dim) for dim in dims]
+    if is_cut(model):
+        groups.append(model.team.group)
+    if hasattr(model, "pipe"):
+        groups.append(model.pipe.group)
+    return groups
+
+
+def has_replicas(model: MPT) -> bool:
+    """Whether several groups of ranks shard one copy of the weights each, as in HYBRID_SHARD."""
+    param = next(model.parameters())
+    if not isinstance(param, DTensor):
+        return False
+    mesh = param.device_mesh
+    return mesh.ndim == 2 and min(mesh.shape) > 1
+
+
+def is_cut(model: MPT) -> bool:
+    """Whether tensor ranks share the layers of a model: `tensor_parallel.cut` gave it a team."""
+    return hasattr(model, "team")
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def run_uncompiled(model: MPT):
+    """A context for evaluation: blocks run as written, but where `attention.stays_compiled`."""
+    stays = attention.stays_compiled(model.cfg.attn_impl)
+    return torch.compiler.set_stance("default" if stays else "force_eager")
+
+
+def free_gathered_weights(model: MPT) -> None:
+    """Free the weights that a forward pass without backward has gathered.
+
+    They would take memory, and be out of date as soon as the optimizer updates the shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# --------------------------------------------------------------------------------------------------
+# Precision
+
+
+def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
+    """fp32 or bf16, the same on all ranks: what `devices.choose_precision` says on rank 0.
+
+    A collective. saved: the precision of the checkpoint that a run resumes from.
+    """
+    return processes.rank_zero_decides(lambda: devices.choose_precision(cfg, device, saved)[0])
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """A context for forward passes: matmuls in bf16, or everything in fp32."""
+    is_bf16 = precision == "bf16"
+    # Nearly every weight is used once in a forward pass, so a cache of casts would waste memory.
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
 
 
 @contextlib.contextmanager
-def weights_cast_once(model: MPT, precision: str, n_microbatches: int) -> Iterator[None]:
+def cast_weights_once(model: MPT, precision: str, n_microbatches: int) -> Iterator[None]:
     """A context for all microbatches of a step, in which linear layers have bf16 weights.
 
     One process alone, in bf16: autocast would cast every weight again in each microbatch, and each
@@ -363,88 +493,16 @@ def hand_over_gradient(weight, copy) -> None:
     copy.grad = None
 
 
-def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
-    """Postpone communication to the last microbatch of a step, where the mode says so.
-
-    ZERO1, DDP: the reduction of the gradients. HYBRID_SHARD: their all-reduce between groups.
-    """
-    if not isinstance(model, FSDPModule):
-        return
-    if cfg.sharding_mode.reduces_late:
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
-    elif cfg.sharding_mode.over == "group":
-        model.set_requires_all_reduce(last)  # the slow links between nodes are used once a step
-
-
-def free_gathered_weights(model: MPT) -> None:
-    """Free the weights that a forward pass without backward has gathered.
-
-    They would take memory, and be out of date as soon as the optimizer updates the shards.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def finish_gradients(model: MPT) -> None:
-    """Add up the gradients of weights that several tensor ranks or stages have. A collective.
-
-    Nothing to do without them: the data-parallel ranks' have been reduced during the backward.
-    """
-    if is_cut(model):
-        import tensor_parallel  # here, since most runs do without
-
-        tensor_parallel.sum_partial_gradients(model)
-    if hasattr(model, "pipe"):
-        import pipeline
-
-        pipeline.sum_tied_gradients(model)
-
-
-def grad_norm(model: MPT) -> torch.Tensor:
-    """The norm of all gradients of a model over all ranks, an fp32 scalar. A collective.
-
-    Each rank sums the squares of its shards; an all-reduce over each mesh dimension by which the
-    gradients are sharded adds them up, and one more those of the tensor ranks.
-    """
-    pipe = getattr(model, "pipe", None)
-    local, sharded_over = [], []  # shards; the groups over which all gradients are sharded
-    for name, p in model.named_parameters():
-        if p.grad is None or is_second_copy(model, name):
-            continue
-        shard = p.grad
-        if isinstance(p.grad, DTensor):
-            shard, mesh = p.grad.to_local(), p.grad.device_mesh
-            dims = [dim for dim, kind in enumerate(p.grad.placements) if not kind.is_replicate()]
-            sharded_over = [mesh.get_group(dim) for dim in dims]
-        # Some tensors are whole on every tensor rank: one of them counts.
-        local += model.layout.counted(name, p.grad) if is_cut(model) else [shard]
-    nothing = torch.zeros((), device=next(model.parameters()).device)
-    norms = torch._foreach_norm(local) if local else [nothing]
-    total = torch.stack(norms).float().square().sum()
-    for group in sharded_over:
-        dist.all_reduce(total, group=group)
-    if is_cut(model):
-        dist.all_reduce(total, group=model.team.group)
-    if pipe:
-        dist.all_reduce(total, group=pipe.group)
-    if is_cut(model) or pipe:
-        # Groups of other data-parallel ranks may have added in another order. Copies of a weight
-        # stay equal only if all are clipped by the same number.
-        dist.broadcast(total, src=0)
-    return total.sqrt()
-
-
-def is_cut(model: MPT) -> bool:
-    """Whether tensor ranks share the layers of a model: `tensor_parallel.cut` gave it a team."""
-    return hasattr(model, "team")
-
-
-def is_second_copy(model: MPT, name: str) -> bool:
-    """Whether this is the last stage's copy of a tied embedding: the norm counts the first's."""
-    is_later_stage = hasattr(model, "pipe") and not model.pipe.is_first
-    return is_later_stage and name == "transformer.wte.weight"
+def attention_of(model_cfg: MPTConfig, device: torch.device, precision: str) -> str:
+    """The implementation of attention that a run takes: `attention.choose`."""
+    return attention.choose(
+        model_cfg.attn_impl,
+        device,
+        DTYPES[precision],
+        model_cfg.head_dim,
+        model_cfg.alibi,
+        model_cfg.attn_pdrop,
+    )
 
 
 def demonstrate(argv) -> None:

@@ -34,11 +34,10 @@ have in the whole model, so checkpoints do not depend on the stages.
 Not here: several stages on a rank (interleaved 1F1B), for a smaller bubble and more messages;
 compiled blocks; a transfer while the same stage computes. Not yet run on GPUs.
 
-    python pipeline.py --stages=4 --microbatches=8    the picture; the bubble, computed and measured
+    python pipeline.py --stages=4 --microbatches=8    the picture, the bubble, what a stage keeps
 """
 
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,22 +46,20 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 import config
 import processes
 import program
 from config import Int, blocks_of
-from launch.pool import Pool, PoolError
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
-from program import UserError
+from tensor_parallel import SplitMPT
 
 # --------------------------------------------------------------------------------------------------
 # The schedule
 
 
-def order(stage: int, stages: int, n: int) -> list[tuple[str, int]]:
+def order_passes(stage: int, stages: int, n: int) -> list[tuple[str, int]]:
     """[("F" or "B", microbatch), ...]: the forwards and backwards of a stage, one after another.
 
     n: microbatches in a step.
@@ -76,42 +73,42 @@ def order(stage: int, stages: int, n: int) -> list[tuple[str, int]]:
     return warmup + steady + drain
 
 
-def needs(stage: int, kind: str, i: int) -> tuple[int, str, int]:
+def pass_before(stage: int, kind: str, i: int) -> tuple[int, str, int]:
     """What must be done before: the same pass of microbatch i, on the stage that it comes from."""
     return (stage - 1, kind, i) if kind == "F" else (stage + 1, kind, i)
 
 
-def picture(stages: int, n: int) -> list[str]:
+def draw_schedule(stages: int, n: int) -> list[str]:
     """A line for each stage, as at the top of this file. After ten microbatches it begins again."""
     lines = [""] * stages
     end = {}  # (stage, F or B, microbatch) -> the column where it ends
     for i in range(n):
         end[-1, "F", i] = end[stages, "B", i] = 0  # the ends of the pipeline wait for nobody
-    left = [order(stage, stages, n) for stage in range(stages)]
+    left = [order_passes(stage, stages, n) for stage in range(stages)]
     while any(left):
         for stage, passes in enumerate(left):
-            while passes and needs(stage, *passes[0]) in end:
+            while passes and pass_before(stage, *passes[0]) in end:
                 kind, i = passes.pop(0)
-                begin = end[needs(stage, kind, i)]
+                begin = end[pass_before(stage, kind, i)]
                 columns = str(i % 10) if kind == "F" else "abcdefghij"[i % 10] * 2
                 lines[stage] = lines[stage].ljust(begin, ".") + columns
                 end[stage, kind, i] = len(lines[stage])
     return [line.ljust(max(end.values()), ".") for line in lines]
 
 
-def bubble(stages: int, n: int) -> float:
+def bubble_share(stages: int, n: int) -> float:
     """The share of a step in which a stage waits, if all take equally long for a microbatch."""
     return (stages - 1) / (n + stages - 1)
 
 
 def most_kept(stage: int, stages: int, n: int) -> int:
     """Of how many microbatches a stage keeps the activations at once, at most."""
-    changes = [1 if kind == "F" else -1 for kind, _ in order(stage, stages, n)]
+    changes = [1 if kind == "F" else -1 for kind, _ in order_passes(stage, stages, n)]
     return max(itertools.accumulate(changes))
 
 
 def one_f_one_b(pipe, n: int, empty: Callable, forward: Callable, backward: Callable) -> None:
-    """Compute n microbatches on this stage, in the order of `order`. All stages call it together.
+    """Compute n microbatches on this stage, in the order of `order_passes`. All stages call it.
 
     empty(i): a tensor to receive x or dy of microbatch i into.
     forward(i, x): returns y. On the first stage x is None; on the last one y is None.
@@ -235,8 +232,7 @@ def keep_stage(model: MPT, pipe: Pipe) -> None:
         if not tied:
             del model.lm_head
     model.pipe = pipe
-    whole = type(model)  # MPT, or SplitMPT of tensor_parallel.py
-    model.__class__ = type(f"StageOf{whole.__name__}", (Stage, whole), {})
+    model.__class__ = StageOfSplitMPT if isinstance(model, SplitMPT) else StageOfMPT
 
 
 class Stage:
@@ -261,7 +257,7 @@ class Stage:
         return y
 
     def output(self, x, labels, z_loss, score):
-        """On the last stage as in model.py, on the others x itself."""
+        """The loss, scores or logits on the last stage; on the others x itself."""
         return super().output(x, labels, z_loss, score) if self.pipe.is_last else x
 
     def empty_hidden_states(self, ids):
@@ -289,6 +285,14 @@ class Stage:
         return torch.empty(shape, dtype=autocast_dtype(weight), device=ids.device)
 
 
+class StageOfMPT(Stage, MPT):
+    """Some consecutive layers."""
+
+
+class StageOfSplitMPT(Stage, SplitMPT):
+    """Some consecutive layers, cut over tensor ranks."""
+
+
 def sum_tied_gradients(model: MPT) -> None:
     """Add up the two gradients of a tied embedding, of the first stage and of the last.
 
@@ -310,40 +314,35 @@ def sum_tied_gradients(model: MPT) -> None:
 # A step of a stage
 
 
-def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, before_microbatch):
+def forward_backward(model, microbatches, n_tokens, z_loss, world, passes):
     """Add the gradients of all microbatches to .grad. Returns the sum of the tokens' losses.
 
-    As fsdp_train.forward_backward, for one stage. A collective of the stages; each gets the sum.
-
-    autocast: a context for each forward pass. before_microbatch(last): parallel.py's.
+    One step of this stage. A collective of the stages; each gets the sum. passes: parallel.Passes.
     """
     loss_sum = torch.zeros((), device=world.device)
-    # microbatch -> (x, the node of the graph at which its backward begins). The node keeps the
-    # graph, and so the activations, but not the output y, which is freed once it is sent.
-    kept = {}
+    kept = {}  # microbatch -> (x, where its backward begins), between its two passes
 
     def empty(i):
-        with autocast:
+        with passes.autocast:
             return model.empty_hidden_states(microbatches[i][0])
 
     def forward(i, x):
         ids, labels = microbatches[i]
         if x is not None:
             x.requires_grad_()
-        with record_function("forward"), autocast:
-            y = model(ids, labels=labels, z_loss=z_loss, x=x)
-        if not model.pipe.is_last:
-            kept[i] = x, get_gradient_edge(y)
-            return y.detach()
-        loss_sum.add_(y.detach())
-        kept[i] = x, get_gradient_edge(y * world.dp_size / n_tokens)
-        return None
+        with passes.forward():
+            y = model(ids, labels=labels, z_loss=z_loss, x=x)  # on the last stage the loss
+        if model.pipe.is_last:
+            loss_sum.add_(y.detach())
+            y = y * world.dp_size / n_tokens  # see fsdp_train.forward_backward
+        # This edge of the graph keeps the activations, but not y, which is freed once it is sent.
+        kept[i] = x, get_gradient_edge(y)
+        return None if model.pipe.is_last else y.detach()
 
     def backward(i, dy):
-        before_microbatch(last=i == len(microbatches) - 1)
         x, edge = kept.pop(i)
-        with record_function("backward"):
-            torch.autograd.backward(edge, dy)
+        with passes.backward(is_last=i == len(microbatches) - 1):
+            torch.autograd.backward(edge, dy)  # y.backward(dy)
         return None if x is None else x.grad
 
     one_f_one_b(model.pipe, len(microbatches), empty, forward, backward)
@@ -354,75 +353,25 @@ def forward_backward(model, microbatches, n_tokens, z_loss, world, autocast, bef
 # --------------------------------------------------------------------------------------------------
 # The schedule, shown
 
-NAP = 0.02  # seconds of a forward in which a stage sleeps; a backward takes twice as long
-
 
 @dataclass
 class ScheduleArgs:
     """The schedule to show."""
 
-    stages: Int[1, 16] = 4  # ranks in a row, each a process that is started here
+    stages: Int[1, 16] = 4  # ranks in a row
     microbatches: Int[1, 64] = 8  # in a step
-
-
-def sleep_through_a_step(pipe: Pipe, n: int, nap: float) -> float:
-    """The measured bubble of a step in which a forward sleeps `nap` seconds, a backward 2 naps.
-
-    A collective of the stages.
-    """
-    asleep = torch.zeros(1, dtype=torch.float64)
-
-    def sleep(seconds):
-        begin = time.perf_counter()
-        time.sleep(seconds)
-        asleep.add_(time.perf_counter() - begin)
-        return torch.empty(1)
-
-    dist.barrier(pipe.group)
-    begin = time.perf_counter()
-    one_f_one_b(
-        pipe,
-        n,
-        empty=lambda i: torch.empty(1),
-        forward=lambda i, x: sleep(nap),
-        backward=lambda i, dy: sleep(2 * nap),
-    )
-    total = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-    dist.all_reduce(asleep, group=pipe.group)
-    dist.all_reduce(total, dist.ReduceOp.MAX, pipe.group)
-    return 1 - asleep.item() / (pipe.size * total.item())
-
-
-def sleeping_stage(world: processes.World, n: int) -> float:
-    """The bubble of a step in which this stage sleeps; one process of `measured_bubble`."""
-    pipe = Pipe(dist.group.WORLD, world.global_rank, world.global_size)
-    # Other programs can only lengthen the bubble: the shortest of three counts.
-    return min(sleep_through_a_step(pipe, n, NAP) for _ in range(3))
-
-
-def measured_bubble(stages: int, n: int) -> float:
-    """The bubble of stages that sleep, each in a process of its own on this machine."""
-    try:
-        pool = Pool(stages, processes.start, "cpu")
-        bubble_of_all, *_ = pool(sleeping_stage, n)
-    except PoolError as error:
-        raise UserError("a stage's process ended: set a smaller --stages") from error
-    pool.stop()
-    return bubble_of_all
 
 
 def demonstrate(argv) -> None:
     """Print the picture, the bubble, and what a stage keeps."""
     (args,) = config.load(argv, ScheduleArgs)
     stages, n = args.stages, args.microbatches
-    for stage, line in enumerate(picture(stages, n)):
+    for stage, line in enumerate(draw_schedule(stages, n)):
         print(f"stage {stage:<2} {line}")
     kept = [most_kept(stage, stages, n) for stage in range(stages)]
     print(f"kept, by stage: the activations of {', '.join(map(str, kept))} microbatches at most")
     formula = f"({stages} - 1) / ({n} + {stages} - 1)"
-    print(f"bubble, computed: {formula} = {bubble(stages, n):.3f}", flush=True)
-    measured = measured_bubble(stages, n)
-    print(f"bubble, measured: {measured:.3f}, with stages that sleep instead of computing")
+    print(f"bubble: {formula} = {bubble_share(stages, n):.3f} of a step")
 
 
 if __name__ == "__main__":

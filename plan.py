@@ -67,6 +67,8 @@ def question(argv: list[str]) -> tuple[Question, PlanArgs]:
     require_one_question(cfg, args, files, given)
     if args.choose:
         asked = replace(asked, **{name: "auto" for name in search.OPEN if name not in given})
+    unknown = f"the planner does not know attn_impl={m.attn_impl}: set --attn_impl=sdpa"
+    require(m.attn_impl in flops.FULL_ATTENTION, f"{unknown}, which is full attention")
     if m.attn_impl != "triton":
         m = replace(m, attn_impl="sdpa")
     if not args.global_batch_size:  # at least 4 sequences a device

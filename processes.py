@@ -9,8 +9,6 @@
 How several ranks find each other is in launch/rendezvous.py.
 """
 
-import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -89,7 +87,7 @@ def start(
             heartbeat.quiet_nccl(timeout)
         join(backend, timeout or TIMEOUT)
     if device.type == "cpu":
-        keep_freed_memory()
+        devices.keep_freed_memory()
     world = World(rank, size, local_rank, local_size, device, timeout=timeout or TIMEOUT)
     return in_grid(world, tp, pp)
 
@@ -214,17 +212,6 @@ def join_freed_gpu_memory() -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed buffers.
-
-    Otherwise each step returns its memory to the kernel, and faults it in again.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # no glibc
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group of all ranks, for a thread beside the main one. A collective, to which the ranks
     may come at different times."""
@@ -338,30 +325,12 @@ def rank_zero_decides(decide):
     return together(decide, on=0)
 
 
-def each_node_does(action, world: World) -> None:
-    """`action()` on one rank of each node, for as long as that takes. A collective.
-
-    If it fails on one of them, every rank gets its UserError.
-    """
-    if world.global_size == 1:
-        return action()
-    group = new_group(LONG)  # in which the others wait
-    together(action if world.local_rank == 0 else lambda: None, group=group)
-
-
 def all_max(numbers: list[float], world: World) -> list[float]:
     """The largest of each number over all ranks. A collective of the CPUs: no GPU waits."""
     largest = torch.tensor(numbers, dtype=torch.float64)
     if world.global_size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
-
-
-def all_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in place."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
-    return tensor
 
 
 def dp_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:

@@ -33,7 +33,6 @@ from typing import Literal
 
 import torch
 
-import checkpoint
 import config
 import processes
 from config import LINEAR_LAYERS, Int, MPTConfig
@@ -46,6 +45,7 @@ from serving.decoder import Decoder, pick_dtype
 from serving.engine import AHEAD, Engine
 from serving.rows import SLACK
 from serving.speed import kv_bytes_per_token
+from storage import checkpoint_files
 from text import chat
 from weights.load import find, fingerprint_of, is_run, load_for_sampling, settings_of
 
@@ -66,7 +66,7 @@ class ServeSettings:
     force: bool = False  # serve on a public address without keys
     chat_template: str = ""  # of messages: a tokenizer's folder or a file; empty = RUN's, or ChatML
     rows: Int[1, 10**6] = 32  # texts that are generated together; others wait
-    max_tokens: Int[2, 10**15] = 2048  # of a text with its prompt; learned positions may have fewer
+    max_tokens: Int[2, 10**15] = 2048  # of a text with its prompt; at most the learned positions
     prefix_mb: Int[0, 10**9] = 256  # for the beginnings of prompts, which several may share
     threads: Int[1, 10**4] = 1  # of PyTorch; more are slower if other programs run on a CPU
     max_requests: Int[1, 10**9] = 12800  # open at the same time; more get status 429
@@ -162,7 +162,7 @@ def finetuning_of(cfg: ServeSettings, path: str, chat_template: str):
         return None
     from web.files import Finetuning
 
-    has_adapters = is_run(Path(path)) and checkpoint.adapter_settings(Path(path))
+    has_adapters = is_run(Path(path)) and checkpoint_files.read_adapter_settings(Path(path))
     fix = "serve its base, or merge it first: python -m weights.peft merge RUN OUT"
     require(not has_adapters, f"{path} has adapters, and jobs would add others: {fix}")
     finetuning = Finetuning(

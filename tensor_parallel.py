@@ -27,8 +27,9 @@ of bytes, and 1/n of the memory for activations between these pairs of matmuls. 
 see only some of the tokens, so their gradients are added up at the end (`sum_partial_gradients`).
 Evaluation does not use it: the number of its tokens need not be a multiple of n.
 
-Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial weights,
-checkpoints, the gradient norm and the weights of other projects all follow it.
+Below, first the two cut layers, then the collectives around them, the rest of the model and its
+loss. Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial
+weights, checkpoints, the gradient norm and the weights of other projects all follow it.
 
 Not here: the loss kernel of gpu_kernels/, which turns logits into their gradient at once, while
 here the ranks must first add up each row's sum of exponentials; compiled blocks, which the
@@ -60,7 +61,327 @@ from loss import (
     loss_rows,
 )
 from model import MPT, Attention, LayerNorm, init_weights
-from program import arguments, require
+from program import UserError, arguments, require
+
+# --------------------------------------------------------------------------------------------------
+# The two cut layers. `cut` changes a layer's class: it keeps its name and its part of the weights,
+# and gets this forward.
+
+
+class ColumnLinear(nn.Linear):
+    """X W_i: the output features of this rank."""
+
+    def forward(self, x):
+        """x (B, T, in), or this rank's tokens of it -> (B, T, out / n)."""
+        return self.share(enter(x.to(autocast_dtype(x)), self))  # norms may return fp32
+
+    def share(self, x):
+        """X W_i and this rank's biases: x (B, T, in) -> (B, T, out / n)."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Linear):
+    """The sum of Y_i U_i, and the bias once."""
+
+    def forward(self, y):
+        """y (B, T, in / n) -> (B, T, out), or this rank's tokens of it."""
+        z = leave(self.share(y), self)
+        return z if self.bias is None else z + self.bias.to(z.dtype)
+
+    def share(self, y):
+        """Y_i U_i: y (B, T, in / n) -> (B, T, out)."""
+        return F.linear(y, self.weight)
+
+
+# --------------------------------------------------------------------------------------------------
+# Collectives. torch 2.13 has new names for two collectives, and warns of the old.
+
+
+@dataclass(frozen=True)
+class Team:
+    """The tensor ranks that compute one model together, as one of them sees them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    sequence_parallel: bool = False
+
+
+def all_reduce(x, team: Team, operation=dist.ReduceOp.SUM):
+    """The sum of x over the team, or the largest or least of each element, as a new tensor.
+
+    x stays as it is: selective activation checkpointing may have saved it for the backward.
+    """
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, operation, team.group)
+    return x
+
+
+def pass_on(x, team: Team):
+    """x itself: the other ranks have the same."""
+    return x.view_as(x)
+
+
+def gather_tokens(x, team: Team):
+    """The tokens of all ranks, in order of ranks: (B, T / n, D) -> (B, T, D)."""
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    parts = x.new_empty(team.size * x.shape[0], *x.shape[1:])
+    all_gather(parts, x.contiguous(), team.group)
+    return torch.cat(parts.chunk(team.size), dim=1)
+
+
+def sum_and_scatter_tokens(x, team: Team):
+    """The sum over the team, of which each rank gets its own tokens: (B, T, D) -> (B, T / n, D)."""
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    parts = torch.cat(x.chunk(team.size, dim=1))  # (n * B, T / n, D)
+    out = x.new_empty(x.shape[0], x.shape[1] // team.size, *x.shape[2:])
+    reduce_scatter(out, parts, group=team.group)
+    return out
+
+
+class Exchange(torch.autograd.Function):
+    """Forward: there(x, team). Backward: back(gradient, team)."""
+
+    @staticmethod
+    def forward(ctx, x, team, there, back):
+        """x: any tensor of this rank; there, back: two of the functions above."""
+        ctx.team, ctx.back = team, back
+        return there(x, team)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """The gradient of x."""
+        return ctx.back(grad, ctx.team), None, None, None
+
+
+def splits_tokens(module) -> bool:
+    """Whether each rank has its own tokens between the layers, as sequence parallelism trains."""
+    return module.team.sequence_parallel and module.training
+
+
+def enter(x, module):
+    """The input of a column-parallel layer: all tokens on every rank, (B, T, D)."""
+    there, back = pass_on, all_reduce
+    if splits_tokens(module):
+        there, back = gather_tokens, sum_and_scatter_tokens
+    return Exchange.apply(x, module.team, there, back)
+
+
+def leave(x, module):
+    """The output of a row-parallel layer: the shares (B, T, D), summed.
+
+    With sequence parallelism only this rank's tokens of the sum, (B, T / n, D).
+    """
+    there, back = all_reduce, pass_on
+    if splits_tokens(module):
+        there, back = sum_and_scatter_tokens, gather_tokens
+    return Exchange.apply(x, module.team, there, back)
+
+
+def sum_both_ways(x, team: Team):
+    """The sum over the ranks. Each uses it for its own features, so backward is a sum, too."""
+    return Exchange.apply(x, team, all_reduce, all_reduce)
+
+
+# --------------------------------------------------------------------------------------------------
+# The other cut layers, and the model
+
+
+class SplitAttention(Attention):
+    """Attention for this rank's heads."""
+
+    def forward(self, x, positions, cache=None, layer=0):
+        """x (B, T, d_model) -> (B, T, d_model), with the ALiBi slopes of this rank's heads."""
+        if positions.slopes is not None:
+            n_heads = self.q_dim // self.cfg.head_dim
+            first = self.team.rank * n_heads
+            positions = positions._replace(slopes=positions.slopes[first : first + n_heads])
+        if not (self.training and self.cfg.attn_pdrop):
+            return super().forward(x, positions, cache, layer)
+        # Each rank has its own heads, so its own masks. All other dropout needs equal masks on all
+        # ranks, without sequence parallelism. So the common generator gives one number here, and
+        # the masks come from a generator that is seeded with it and the rank.
+        seed = int(torch.randint(2**62, ())) + self.team.rank
+        devices = [x.device] if x.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            return super().forward(x, positions, cache, layer)
+
+
+class SplitNorm(LayerNorm):
+    """qk_ln: mean and variance over the features of all ranks."""
+
+    def forward(self, x):
+        """x (B, T, D / n) -> the same shape, in the dtype that LayerNorm would have."""
+        kind = x.device.type
+        dtype = x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = autocast_dtype(x) if self.low_precision else torch.float32
+        n_features = self.n_features
+        x = x.to(at_least_fp32(x))
+        x = x - sum_both_ways(x.sum(-1, keepdim=True), self.team) / n_features
+        squares = x.square().sum(-1, keepdim=True)
+        variance = sum_both_ways(squares, self.team) / n_features
+        y = x * (variance + self.eps).rsqrt() * self.weight
+        return (y if self.bias is None else y + self.bias).to(dtype)
+
+
+class SplitEmbedding(nn.Embedding):
+    """The rows of this rank's part of the vocabulary."""
+
+    def forward(self, ids):
+        """ids (B, T) -> (B, T, D), or this rank's tokens of it. Other ranks' ids give zeros."""
+        ids = ids - self.first_id
+        is_mine = (ids >= 0) & (ids < len(self.weight))
+        rows = F.embedding(ids.where(is_mine, 0), self.weight)
+        return leave(rows * is_mine[..., None], self)
+
+
+class SplitPositions(nn.Embedding):
+    """Learned positions, whole on every rank; with sequence parallelism for its own tokens."""
+
+    def forward(self, positions):
+        """positions (1 or B, T) -> (1 or B, T or T / n, D)."""
+        if splits_tokens(self):
+            positions = positions.chunk(self.team.size, dim=1)[self.team.rank]
+        return super().forward(positions)
+
+
+class SplitMPT(MPT):
+    """A model whose output layer is cut by vocabulary. `layout`: see `Layout`."""
+
+    @property
+    def output_weight(self):
+        """Refused: a rank has only a part of it, and a loss of one's own may want the whole."""
+        raise UserError(
+            "with --tp a rank has only a part of the output weight: compute another loss from "
+            "self.logits(x), or set --tp=1",
+            on_all_ranks=True,
+        )
+
+    def cross_entropy(self, x, labels, z_loss):
+        """The sum of the token cross-entropies. It is NaN if a label is beyond the vocabulary."""
+        x = enter(x.to(autocast_dtype(x)), self)
+        weight, scale = self.output_layer.weight, self.logit_scale
+        loss_of = functools.partial(chunk_loss, team=self.team, first_id=self.first_id)
+        rows = loss_rows(self.widest_part, x.device)
+        loss = linear_cross_entropy(x, weight, labels, scale, z_loss, loss_of, rows)
+        is_beyond = (labels >= self.cfg.vocab_size) | ((labels < 0) & (labels != IGNORE))
+        return loss * torch.where(is_beyond.any(), torch.nan, 1.0)
+
+    @property
+    def widest_part(self) -> int:
+        """The length of the largest part of the vocabulary. Equal chunks on all ranks need it."""
+        return -(-self.cfg.vocab_size // self.team.size)
+
+    @torch.no_grad()
+    def score(self, x, labels):
+        """Log-probability of each label, and whether it is the most likely token, (B, T) each."""
+        log_probs, greedy = [], []
+        weight = self.output_layer.weight.to(autocast_dtype(x))
+        rows = chunk_rows(self.widest_part)
+        flat_labels = labels.flatten()
+        for x_chunk, label in zip(
+            x.flatten(0, -2).split(rows), flat_labels.split(rows), strict=True
+        ):
+            logits = F.linear(x_chunk, weight).to(at_least_fp32(x))
+            if self.logit_scale is not None:
+                logits.mul_(self.logit_scale)
+            greedy.append(self.most_likely(logits) == label)
+            _, _, log_prob = softmax_(logits, label - self.first_id, self.team)
+            log_probs.append(log_prob[:, 0])
+        log_probs = torch.cat(log_probs)
+        in_vocabulary = (flat_labels >= 0) & (flat_labels < self.cfg.vocab_size)
+        log_probs = log_probs.masked_fill(~in_vocabulary, torch.nan)
+        log_probs = log_probs.masked_fill(flat_labels == IGNORE, 0)
+        return log_probs.view(labels.shape), torch.cat(greedy).view(labels.shape)
+
+    def most_likely(self, logits):
+        """The id of the largest logit of each row over all ranks, (rows,); of equal ones the first.
+
+        logits: (rows, V / n), this rank's.
+        """
+        largest, index = logits.max(-1)
+        over_all = all_reduce(largest, self.team, dist.ReduceOp.MAX)
+        nowhere = torch.full_like(index, self.cfg.vocab_size)
+        candidate = torch.where(largest == over_all, index + self.first_id, nowhere)
+        return all_reduce(candidate, self.team, dist.ReduceOp.MIN)
+
+    def logits(self, x):
+        """Hidden states (B, T, d_model) -> (B, T, V): all ranks have those of the vocabulary."""
+        own = F.linear(enter(x, self), self.output_layer.weight)  # (B, T, V / n)
+        if self.logit_scale is not None:
+            own = own * self.logit_scale
+        return Exchange.apply(own, self.team, self.gather_vocabulary, self.take_own_ids)
+
+    def gather_vocabulary(self, own, team: Team):
+        """The logits of all ranks, in order of ids: (B, T, V / n) -> (B, T, V)."""
+        padded = F.pad(own, (0, self.widest_part - own.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(team.size)]
+        dist.all_gather(parts, padded, team.group)
+        for rank in range(team.size):
+            _, ((begin, end),) = Layout(self.cfg, rank, team.size).spans("wte.weight")
+            parts[rank] = parts[rank][..., : end - begin]
+        return torch.cat(parts, dim=-1)
+
+    def take_own_ids(self, grad, team: Team):
+        """The gradient of this rank's logits: all ranks have the whole one, (B, T, V)."""
+        return grad[..., self.first_id : self.first_id + len(self.output_layer.weight)]
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss
+
+
+def softmax_(logits, labels, team: Team):
+    """Softmax over the vocabulary of all ranks, in place. Returns three tensors:
+
+        (rows, V / n)   this rank's probabilities
+        (rows, 1)       log_z, the logarithm of the sum of all exp(logit)
+        (rows, 1)       the log-probability of the label
+
+    logits: (rows, V / n), this rank's; labels: (rows,), relative to its first id. One all-reduce
+    finds the largest logit m; a second one sums exp(logit - m), and the label's logit, which only
+    one rank has.
+    """
+    labels = labels[:, None]
+    is_mine = (labels >= 0) & (labels < logits.shape[1])
+    own = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)) * is_mine
+    largest = all_reduce(logits.amax(1, keepdim=True), team, dist.ReduceOp.MAX)
+    exp = logits.sub_(largest).exp_()
+    exp_sum, own = all_reduce(torch.cat([exp.sum(1, keepdim=True), own], 1), team).split(1, dim=1)
+    log_sum = exp_sum.log()
+    # own - log_z would lose digits when the logits are large.
+    return exp.div_(exp_sum), largest + log_sum, (own - largest) - log_sum
+
+
+def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, first_id: int):
+    """The loss of one chunk, with the vocabulary cut over the team: see loss.chunk_loss.
+
+    weight: (V / n, D), from the id first_id on. x is the same on all ranks; grad_x is this rank's
+    part of a sum, grad_w is complete, since each row of the weight belongs to one rank.
+    """
+    exact = at_least_fp32(x)
+    counted = (labels != IGNORE)[:, None]
+    labels = labels - first_id
+    logits = (x @ weight.T).to(exact)
+    if scale != 1:
+        logits.mul_(scale)
+    probs, log_z, log_prob = softmax_(logits, labels, team)
+    del logits
+    loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
+    if grad_x is None and grad_w is None:
+        return loss
+
+    if z_loss:
+        probs.mul_(1 + 2 * z_loss * log_z)
+    is_mine = (labels >= 0) & (labels < len(weight))
+    minus_one = -is_mine[:, None].to(exact)
+    grad = probs.scatter_add_(1, labels.clamp(0, len(weight) - 1)[:, None], minus_one).to(x.dtype)
+    del probs
+    add_products(grad, x, weight, counted, grad_x, grad_w)
+    return loss
+
 
 # --------------------------------------------------------------------------------------------------
 # Where a rank's part lies
@@ -77,8 +398,11 @@ class Layout:
     def spans(self, name: str) -> tuple[int, list[tuple[int, int]]] | None:
         """(dim, [(begin, end), ...]): this rank's rows (dim 0) or columns (dim 1) of the whole.
 
-        name: of a parameter, such as transformer.blocks.0.attn.Wqkv.weight, whose rows are those of
-        q, k and v: three spans. None: every rank has the whole tensor.
+        None: every rank has the whole tensor. name: of a parameter. For 4 heads of 8 channels, the
+        rows of ...attn.Wqkv.weight are 0..31 of q, 32..63 of k, 64..95 of v. Rank 1 of 2 has heads
+        2 and 3 of each:
+
+            (0, [(16, 32), (48, 64), (80, 96)])
         """
         if self.size == 1:
             return None
@@ -191,7 +515,7 @@ class Layout:
             place = [slice(begin, begin + n) for begin, n in zip(corner, piece.shape, strict=True)]
             piece.copy_(whole[tuple(place)])
 
-    def counted(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
+    def counted_parts(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part. Together, the tensor ranks' views have each value once."""
         if self.rank > 0 and self.spans(name) is None:
             return []
@@ -212,304 +536,6 @@ def layout_of(model: MPT) -> Layout:
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is the A or B of an adapter (lora.py)."""
     return name.endswith((".lora_A", ".lora_B"))
-
-
-# --------------------------------------------------------------------------------------------------
-# Collectives. torch 2.13 has new names for two collectives, and warns of the old.
-
-
-@dataclass(frozen=True)
-class Team:
-    """The tensor ranks that compute one model together, as one of them sees them."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    sequence_parallel: bool = False
-
-
-def all_reduce(x, team: Team, operation=dist.ReduceOp.SUM):
-    """The sum of x over the team, or the largest or least of each element, as a new tensor.
-
-    x stays as it is: selective activation checkpointing may have saved it for the backward.
-    """
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, operation, team.group)
-    return x
-
-
-def unchanged(x, team: Team):
-    """x itself: the other ranks have the same."""
-    return x.view_as(x)
-
-
-def gather_tokens(x, team: Team):
-    """The tokens of all ranks, in order of ranks: (B, T / n, D) -> (B, T, D)."""
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    parts = x.new_empty(team.size * x.shape[0], *x.shape[1:])
-    all_gather(parts, x.contiguous(), team.group)
-    return torch.cat(parts.chunk(team.size), dim=1)
-
-
-def sum_and_scatter_tokens(x, team: Team):
-    """The sum over the team, of which each rank gets its own tokens: (B, T, D) -> (B, T / n, D)."""
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    parts = torch.cat(x.chunk(team.size, dim=1))  # (n * B, T / n, D)
-    out = x.new_empty(x.shape[0], x.shape[1] // team.size, *x.shape[2:])
-    reduce_scatter(out, parts, group=team.group)
-    return out
-
-
-class Exchange(torch.autograd.Function):
-    """Forward: there(x, team). Backward: back(gradient, team)."""
-
-    @staticmethod
-    def forward(ctx, x, team, there, back):
-        """x: any tensor of this rank; there, back: two of the functions above."""
-        ctx.team, ctx.back = team, back
-        return there(x, team)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """The gradient of x."""
-        return ctx.back(grad, ctx.team), None, None, None
-
-
-def splits_tokens(module) -> bool:
-    """Whether each rank has its own tokens between the layers, as sequence parallelism trains."""
-    return module.team.sequence_parallel and module.training
-
-
-def enter(x, module):
-    """The input of a column-parallel layer: all tokens on every rank, (B, T, D)."""
-    there, back = unchanged, all_reduce
-    if splits_tokens(module):
-        there, back = gather_tokens, sum_and_scatter_tokens
-    return Exchange.apply(x, module.team, there, back)
-
-
-def leave(x, module):
-    """The output of a row-parallel layer: the shares (B, T, D), summed.
-
-    With sequence parallelism only this rank's tokens of the sum, (B, T / n, D).
-    """
-    there, back = all_reduce, unchanged
-    if splits_tokens(module):
-        there, back = sum_and_scatter_tokens, gather_tokens
-    return Exchange.apply(x, module.team, there, back)
-
-
-def sum_both_ways(x, team: Team):
-    """The sum over the ranks. Each uses it for its own features, so backward is a sum, too."""
-    return Exchange.apply(x, team, all_reduce, all_reduce)
-
-
-# --------------------------------------------------------------------------------------------------
-# The cut layers. `cut` changes a layer's class: it keeps its name and its part of the weights, and
-# gets this forward.
-
-
-class ColumnLinear(nn.Linear):
-    """X W_i: the output features of this rank."""
-
-    def forward(self, x):
-        """x (B, T, in), or this rank's tokens of it -> (B, T, out / n)."""
-        return self.share(enter(x.to(autocast_dtype(x)), self))  # norms may return fp32
-
-    def share(self, x):
-        """X W_i and this rank's biases: x (B, T, in) -> (B, T, out / n)."""
-        return F.linear(x, self.weight, self.bias)
-
-
-class RowLinear(nn.Linear):
-    """The sum of Y_i U_i, and the bias once."""
-
-    def forward(self, y):
-        """y (B, T, in / n) -> (B, T, out), or this rank's tokens of it."""
-        z = leave(self.share(y), self)
-        return z if self.bias is None else z + self.bias.to(z.dtype)
-
-    def share(self, y):
-        """Y_i U_i: y (B, T, in / n) -> (B, T, out)."""
-        return F.linear(y, self.weight)
-
-
-class SplitAttention(Attention):
-    """Attention for this rank's heads."""
-
-    def forward(self, x, positions, cache=None, layer=0):
-        """As in model.py. ALiBi's slopes are those of this rank's heads."""
-        if positions.slopes is not None:
-            n_heads = self.q_dim // self.cfg.head_dim
-            first = self.team.rank * n_heads
-            positions = positions._replace(slopes=positions.slopes[first : first + n_heads])
-        if not (self.training and self.cfg.attn_pdrop):
-            return super().forward(x, positions, cache, layer)
-        # Each rank has its own heads, so its own masks. All other dropout needs equal masks on all
-        # ranks, without sequence parallelism. So the common generator gives one number here, and
-        # the masks come from a generator that is seeded with it and the rank.
-        seed = int(torch.randint(2**62, ())) + self.team.rank
-        devices = [x.device] if x.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            return super().forward(x, positions, cache, layer)
-
-
-class SplitNorm(LayerNorm):
-    """qk_ln: mean and variance over the features of all ranks."""
-
-    def forward(self, x):
-        """x (B, T, D / n) -> the same shape, in the dtype that LayerNorm would have."""
-        kind = x.device.type
-        dtype = x.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = autocast_dtype(x) if self.low_precision else torch.float32
-        n_features = self.n_features
-        x = x.to(at_least_fp32(x))
-        x = x - sum_both_ways(x.sum(-1, keepdim=True), self.team) / n_features
-        squares = x.square().sum(-1, keepdim=True)
-        variance = sum_both_ways(squares, self.team) / n_features
-        y = x * (variance + self.eps).rsqrt() * self.weight
-        return (y if self.bias is None else y + self.bias).to(dtype)
-
-
-class SplitEmbedding(nn.Embedding):
-    """The rows of this rank's part of the vocabulary."""
-
-    def forward(self, ids):
-        """ids (B, T) -> (B, T, D), or this rank's tokens of it. Other ranks' ids give zeros."""
-        ids = ids - self.first_id
-        is_mine = (ids >= 0) & (ids < len(self.weight))
-        rows = F.embedding(ids.where(is_mine, 0), self.weight)
-        return leave(rows * is_mine[..., None], self)
-
-
-class SplitPositions(nn.Embedding):
-    """Learned positions, whole on every rank; with sequence parallelism for its own tokens."""
-
-    def forward(self, positions):
-        """positions (1 or B, T) -> (1 or B, T or T / n, D)."""
-        if splits_tokens(self):
-            positions = positions.chunk(self.team.size, dim=1)[self.team.rank]
-        return super().forward(positions)
-
-
-class SplitMPT(MPT):
-    """A model whose output layer is cut by vocabulary. `layout`: see `Layout`."""
-
-    def loss(self, x, labels, z_loss):
-        """As in model.py, but the loss of a label beyond the vocabulary is NaN."""
-        x = enter(x.to(autocast_dtype(x)), self)
-        weight, scale = self.output_weight, self.logit_scale
-        loss_of = functools.partial(chunk_loss, team=self.team, first_id=self.first_id)
-        rows = loss_rows(self.widest_part, x.device)
-        loss = linear_cross_entropy(x, weight, labels, scale, z_loss, loss_of, rows)
-        is_beyond = (labels >= self.cfg.vocab_size) | ((labels < 0) & (labels != IGNORE))
-        return loss * torch.where(is_beyond.any(), torch.nan, 1.0)
-
-    @property
-    def widest_part(self) -> int:
-        """The length of the largest part of the vocabulary. Equal chunks on all ranks need it."""
-        return -(-self.cfg.vocab_size // self.team.size)
-
-    @torch.no_grad()
-    def score(self, x, labels):
-        """As in model.py."""
-        log_probs, greedy = [], []
-        weight = self.output_weight.to(autocast_dtype(x))
-        rows = chunk_rows(self.widest_part)
-        flat_labels = labels.flatten()
-        for x_chunk, label in zip(
-            x.flatten(0, -2).split(rows), flat_labels.split(rows), strict=True
-        ):
-            logits = F.linear(x_chunk, weight).to(at_least_fp32(x))
-            if self.logit_scale is not None:
-                logits.mul_(self.logit_scale)
-            greedy.append(self.most_likely(logits) == label)
-            _, _, log_prob = softmax_(logits, label - self.first_id, self.team)
-            log_probs.append(log_prob[:, 0])
-        log_probs = torch.cat(log_probs)
-        in_vocabulary = (flat_labels >= 0) & (flat_labels < self.cfg.vocab_size)
-        log_probs = log_probs.masked_fill(~in_vocabulary, torch.nan)
-        log_probs = log_probs.masked_fill(flat_labels == IGNORE, 0)
-        return log_probs.view(labels.shape), torch.cat(greedy).view(labels.shape)
-
-    def most_likely(self, logits):
-        """The id of the largest logit of each row over all ranks, (rows,); of equal ones the first.
-
-        logits: (rows, V / n), this rank's.
-        """
-        largest, index = logits.max(-1)
-        over_all = all_reduce(largest, self.team, dist.ReduceOp.MAX)
-        nowhere = torch.full_like(index, self.cfg.vocab_size)
-        candidate = torch.where(largest == over_all, index + self.first_id, nowhere)
-        return all_reduce(candidate, self.team, dist.ReduceOp.MIN)
-
-    def logits(self, x):
-        """As in model.py: all ranks have the logits of the whole vocabulary."""
-        own = super().logits(enter(x, self))  # (B, T, V / n)
-        padded = F.pad(own, (0, self.widest_part - own.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(self.team.size)]
-        dist.all_gather(parts, padded, self.team.group)
-        widths = []
-        for rank in range(self.team.size):
-            _, ((begin, end),) = Layout(self.cfg, rank, self.team.size).spans("wte.weight")
-            widths.append(end - begin)
-        return torch.cat([part[..., :n] for part, n in zip(parts, widths, strict=True)], dim=-1)
-
-
-# --------------------------------------------------------------------------------------------------
-# The loss
-
-
-def softmax_(logits, labels, team: Team):
-    """Softmax over the vocabulary of all ranks, in place. Returns three tensors:
-
-        (rows, V / n)   this rank's probabilities
-        (rows, 1)       log_z, the logarithm of the sum of all exp(logit)
-        (rows, 1)       the log-probability of the label
-
-    logits: (rows, V / n), this rank's; labels: (rows,), relative to its first id. One all-reduce
-    finds the largest logit m; a second one sums exp(logit - m), and the label's logit, which only
-    one rank has.
-    """
-    labels = labels[:, None]
-    is_mine = (labels >= 0) & (labels < logits.shape[1])
-    own = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)) * is_mine
-    largest = all_reduce(logits.amax(1, keepdim=True), team, dist.ReduceOp.MAX)
-    exp = logits.sub_(largest).exp_()
-    exp_sum, own = all_reduce(torch.cat([exp.sum(1, keepdim=True), own], 1), team).split(1, dim=1)
-    log_sum = exp_sum.log()
-    # own - log_z would lose digits when the logits are large.
-    return exp.div_(exp_sum), largest + log_sum, (own - largest) - log_sum
-
-
-def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, first_id: int):
-    """loss.chunk_loss with the vocabulary cut over the team. Arguments as there, and:
-
-    weight: (V / n, D), from the id first_id on. x is the same on all ranks; grad_x is this rank's
-    part of a sum, grad_w is complete, since each row of the weight belongs to one rank.
-    """
-    exact = at_least_fp32(x)
-    counted = (labels != IGNORE)[:, None]
-    labels = labels - first_id
-    logits = (x @ weight.T).to(exact)
-    if scale != 1:
-        logits.mul_(scale)
-    probs, log_z, log_prob = softmax_(logits, labels, team)
-    del logits
-    loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
-    if grad_x is None and grad_w is None:
-        return loss
-
-    if z_loss:
-        probs.mul_(1 + 2 * z_loss * log_z)
-    is_mine = (labels >= 0) & (labels < len(weight))
-    minus_one = -is_mine[:, None].to(exact)
-    grad = probs.scatter_add_(1, labels.clamp(0, len(weight) - 1)[:, None], minus_one).to(x.dtype)
-    del probs
-    add_products(grad, x, weight, counted, grad_x, grad_w)
-    return loss
 
 
 # --------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class AttentionArgs:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
     lengths: str = ""  # tokens of a sequence (empty: 1024,2048,...,16384, on a CPU 512,1024,2048)
     head_dims: str = "64,128"  # widths of a head
-    tokens: Int[1, 10**18] = 0  # of a batch, of at least one sequence (0: 16384, on a CPU 4096)
+    tokens: Int[1, 10**18] = 0  # of a batch, at least one sequence (0: 16384, on a CPU 4096)
     d_model: Int[1, 2**20] = 0  # d_model / head dim heads, at least one (0: 2048, on a CPU 384)
     rounds: Int[1, 10**6] = 7  # turns of each contestant; the median counts
     turn_ms: float = 20  # a turn takes about this long, in 1 to 25 calls
@@ -272,7 +272,7 @@ def main(argv) -> None:
     (args,) = config.load(argv, AttentionArgs)
     device = processes.pick_device(args.device, 0, 1, 1)
     require(device.type in SIZES, f"attention is not measured on {device.type}: set --device=cpu")
-    processes.keep_freed_memory()  # as training on a CPU does
+    devices.keep_freed_memory()  # as training on a CPU does
     command = f"python -m bench attention {program.shell(*argv)}".strip()
     triton = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
     name = devices.describe(device)

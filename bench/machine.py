@@ -90,7 +90,7 @@ class MachineArgs:
     """What to measure, and how long."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
-    seconds: Float[1e-6, 10**4] = 1.0  # of a measurement; there are 7, and 13 a kind of group
+    seconds: Float[1e-6, 10**4] = 1.0  # of a measurement: 7, and 13 more for each group
     out: str = "machine.json"  # file of the results
 
 

@@ -74,7 +74,7 @@ class BenchArgs:
 
     sizes: str = ""  # recipes, each a row: 125m,1b are configs/mpt125m.py and configs/mpt1b.py
     sweep: str = ""  # settings to combine, each a row: "microbatch_size=4,8 compile=false,true"
-    grad_accum: Int[1, 10**6] = 0  # microbatches per step and rank (0: as global_batch_size says)
+    grad_accum: Int[1, 10**6] = 0  # microbatches per step and rank; sets global_batch_size
     ranks: Int[1, 10**6] = 0  # processes on this machine (0: one for each GPU, else tp x pp)
     threads: Int[1, 10**4] = 0  # threads per process on a CPU (0: share the cores)
     alternate: bool = False  # all rows take turns; their processes need memory at the same time

@@ -80,7 +80,7 @@ def evaluate(
         pairs = pairs_of(task, tokenizer, model.cfg.max_seq_len)
         requests, contexts_cut = encode(pairs, tokenizer, task.name, model.cfg)
         title = task.name if progress else ""
-        with parallel.uncompiled(model):
+        with parallel.run_uncompiled(model):
             values = score(model, requests, world, precision, batch_tokens, title).tolist()
         scores = {
             pair: (log_prob, greedy, request.count)

@@ -152,7 +152,7 @@ def adamw(p, g, m, v, t, rate, decay, betas=(0.9, 0.95), eps=1e-8):
 cfg = TrainConfig(lr=1e-2, decoupled_weight_decay=1e-3)
 mine = torch.randn(1000)
 theirs = torch.nn.Parameter(mine.clone())
-optimizer = optim.build_optimizer([theirs], cfg)  # torch.optim.AdamW, the fused kernel
+optimizer = optim.build_optimizer([("w", theirs)], cfg)  # torch.optim.AdamW, the fused kernel
 m, v = torch.zeros(1000), torch.zeros(1000)
 for t in range(1, 51):
     g = torch.randn(1000)
@@ -436,7 +436,7 @@ for model in models:
     mpt.init_weights(model, seed=0)
 hand, real = models
 state = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in hand.parameters()}
-optimizer = optim.build_optimizer(real.parameters(), cfg)
+optimizer = optim.build_optimizer(real.named_parameters(), cfg)
 
 cells = []
 for step in range(cfg.max_steps):

@@ -17,7 +17,6 @@ sys.path += [".", ".."]  # the project: an editor may start cells in the file's 
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 import inspect
-import subprocess
 from dataclasses import replace
 
 import torch
@@ -423,21 +422,17 @@ assert counted["all-reduce"] == (4 * (4 * 4 + 2), n_bytes) and n_bytes == n_call
 # since it takes about twice as long; a dot is a rank that waits.
 
 # %%
-for stage, line in enumerate(pipeline.picture(4, 8)):
+for stage, line in enumerate(pipeline.draw_schedule(4, 8)):
     print(f"stage {stage}  {line}")
-print(f"bubble of 4 stages: {pipeline.bubble(4, 8):.3f} of the step\n")
-
-stages = 2 if SHORT else 4
-command = [sys.executable, "pipeline.py", f"--stages={stages}", "--microbatches=8"]
-print("python", *command[1:])
-done = subprocess.run(command, cwd=pictures.ROOT, capture_output=True, text=True, check=True)
-print(done.stdout[done.stdout.index("kept, by stage") :])  # above it, the picture again
-bubble_measured = float(done.stdout.split("measured: ")[1].split(",")[0])
+picture = "".join(pipeline.draw_schedule(4, 8))
+dots = picture.count(".") / len(picture)
+print(f"dots: {dots:.3f} of the picture; (p - 1) / (n + p - 1) = {pipeline.bubble_share(4, 8):.3f}")
+assert abs(dots - pipeline.bubble_share(4, 8)) < 1e-9
 
 # %% [markdown]
 # The dots are the bubble: (p - 1) / (n + p - 1) of the step, for p stages and n
-# microbatches. It was measured with processes that sleep where they would compute. It is
-# close to the formula on a machine that does nothing else; other programs make it longer.
+# microbatches. `python pipeline.py --stages=4 --microbatches=8` prints all of this for
+# any pipeline.
 #
 # The order is called 1F1B, one forward, one backward. Each line of the picture has three
 # phases, and pipeline.py::one_f_one_b has a loop for each:
@@ -454,7 +449,7 @@ print("Activations kept at once by stage 0 of 4, in microbatches; and the bubble
 cells = []
 for n in (1, 4, 8, 32, 128):
     kept_1f1b = pipeline.most_kept(0, 4, n)
-    cells.append((n, kept_1f1b, n, f"{pipeline.bubble(4, n):.1%}"))
+    cells.append((n, kept_1f1b, n, f"{pipeline.bubble_share(4, n):.1%}"))
     assert kept_1f1b == min(n, 4)
 print(program.table(("microbatches", "1F1B", "forwards first", "bubble"), cells))
 
@@ -510,7 +505,7 @@ print("GB (10^9 bytes) of a device: kept at the peak, by part, and sent in a ste
 heads = ("", "weights", "moments", "gradients", "copies", "peak", "sent", "of these")
 print(program.table(heads, cells))
 n = BIG_RUN.global_batch_size // (DEVICES // 8)
-print(f"The bubble of 8 stages and {n} microbatches: {pipeline.bubble(8, n):.1%} of the step")
+print(f"The bubble of 8 stages and {n} microbatches: {pipeline.bubble_share(8, n):.1%} of the step")
 assert abs(total["DDP"] / total["ZERO1"] - 4 / 3) < 0.01  # fp32 gradients twice; once, and bf16
 assert 10 < total["FULL_SHARD"] / total["ZERO1"] < 11
 assert 6 < total["tp 8, ZERO1"] / total["ZERO1"] < 7
@@ -530,10 +525,10 @@ figure = Figure(figsize=(6.5, 4.5), layout="constrained")
 axes = figure.subplots()
 numbers = range(1, 65)
 for p, style in ((2, ":"), (4, "-"), (8, "--"), (16, "-.")):
-    shares = [100 * pipeline.bubble(p, n) for n in numbers]
+    shares = [100 * pipeline.bubble_share(p, n) for n in numbers]
     axes.plot(numbers, shares, style, color="black", label=f"{p} stages")
 look = {"markersize": 9, "color": "black", "fillstyle": "none"}
-axes.plot(8, 100 * bubble_measured, "o", label=f"measured, {stages} stages", **look)
+axes.plot(8, 100 * dots, "o", label="the picture above", **look)
 axes.set_xscale("log", base=2)
 axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
 axes.set(title="The bubble: (p - 1) / (n + p - 1)", ylim=(0, 100))

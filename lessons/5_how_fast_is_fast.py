@@ -185,7 +185,7 @@ def training_step(checkpointing: str):
     settings = TrainConfig(activation_checkpointing=checkpointing)
     mpt = model.MPT(small)
     parallel.recompute(mpt, settings)
-    optimizer = optim.build_optimizer(mpt.parameters(), settings)
+    optimizer = optim.build_optimizer(mpt.named_parameters(), settings)
 
     def step():
         (mpt(ids, ids) / ids.numel()).backward()
@@ -270,7 +270,7 @@ assert intensities["attention, scores stored"] < min(ridges)
 # %%
 wide = torch.nn.Parameter(torch.randn(2**23))
 wide.grad = torch.randn(2**23)
-adamw = optim.build_optimizer([wide], TrainConfig())
+adamw = optim.build_optimizer([("wide", wide)], TrainConfig())
 adamw.step()  # makes the moments
 vector, weight = torch.randn(1, 2048), torch.randn(2048, 8192)  # 64 MiB
 tall, flat, product = torch.randn(4096, 16), torch.randn(16, 4096), torch.empty(4096, 4096)

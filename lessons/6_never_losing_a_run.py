@@ -79,7 +79,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = mpt.MPT(SMALL).train()
         mpt.init_weights(self.model, seed=1)
-        self.optimizer = optim.build_optimizer(self.model.parameters(), RECIPE)
+        self.optimizer = optim.build_optimizer(self.model.named_parameters(), RECIPE)
         self.step = self.position = 0
 
     def take_step(self) -> float:
@@ -342,7 +342,7 @@ for name, (size, crc) in manifest.items():
 meta = json.loads((newest / "meta.json").read_text())
 print({name: meta[name] for name in ("step", "seed", "data_fingerprint", "optimizer")})
 
-n_params = sum(p.numel() for p in mpt.MPT(checkpoint.settings(newest)).parameters())
+n_params = sum(p.numel() for p in mpt.MPT(checkpoint_files.read_settings(newest)).parameters())
 size = manifest["__0_0.distcp"][0]
 print(f"\n{n_params:,} parameters; {size / n_params:.1f} bytes each: fp32 weight, m and v are 12.")
 print("The rest are names and headers, which in a large model are nothing beside the numbers.")

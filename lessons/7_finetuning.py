@@ -40,6 +40,7 @@ from lessons import finetuned, pictures, questions, spectrum
 from lifecycle import runlog
 from model import MPT, init_weights
 from program import UserError
+from storage import checkpoint_files
 from text import tokenizer as tokenizers
 from weights import load, peft
 
@@ -364,7 +365,7 @@ assert losses[-1] < losses[0]
 # it.
 
 # %%
-settings = checkpoint.adapter_settings(found)
+settings = checkpoint_files.read_adapter_settings(found)
 tokenizer = tokenizers.load(checkpoint.read_meta(found)["tokenizer"], load.tokenizer_file(found))
 world = processes.World(0, 1, 0, 1, CPU)
 

@@ -29,7 +29,8 @@ import install
 import program
 from program import require
 from storage import downloads
-from text.prepare import of_mixture, prepare
+from text.prepare import prepare
+from text.recipe import of_mixture
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".*_cache")  # beside what git ignores

@@ -29,7 +29,7 @@ from serving.engine import Engine, Request
 from serving.sampling import Sampling
 from serving.stream import Text
 from storage import files
-from text.prepare import Recipe
+from text.recipe import Recipe
 from weights.load import load_for_sampling
 
 BATCH = 64  # questions that are answered at the same time

@@ -25,7 +25,7 @@ import parallel
 import program
 from config import MPTConfig, TrainConfig
 from loss import IGNORE
-from text import corpus
+from text import sources
 
 STEPS = 120
 LR = 6e-3
@@ -71,7 +71,7 @@ class Text:
     """
 
     def __init__(self):
-        texts = [Path(path).read_bytes() for path in corpus.stdlib_files()[::6]]
+        texts = [Path(path).read_bytes() for path in sources.stdlib_files()[::6]]
         lines = [line for text in texts for line in text.splitlines(keepends=True)]
         short = [line for line in lines if line.startswith((b"import ", b"from "))]
         code = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8).long()

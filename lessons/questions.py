@@ -21,7 +21,7 @@ from pathlib import Path
 
 from program import arguments, run
 from storage import files
-from text import corpus
+from text import sources
 
 FOLDER = Path("data/questions")
 LONGEST = 60  # characters of a header
@@ -31,7 +31,7 @@ HELD_OUT = 25  # 1 header in so many
 def headers() -> dict[str, int]:
     """The headers of all functions in the standard library -> how many arguments each takes."""
     found = {}
-    for path in corpus.stdlib_files():
+    for path in sources.stdlib_files():
         try:
             tree = ast.parse(Path(path).read_bytes())
         except SyntaxError:  # a file for tests of tools that read bad code

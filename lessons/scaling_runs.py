@@ -48,7 +48,8 @@ from lessons.pictures import FOLDER
 from program import require
 from storage import files
 from text import tokenizer as tokenizers
-from text.prepare import Recipe, prepare
+from text.prepare import prepare
+from text.recipe import Recipe
 
 GRID = FOLDER / "8-grid.jsonl"  # this machine's own
 STORED = Path(__file__).parent / "8_grid.jsonl"  # the same, trained once for those without one
@@ -282,7 +283,7 @@ def describe(row: dict) -> str:
 class RunsArgs:
     """Which cell to train."""
 
-    budget: Float[1e-6, 3650] = 0.0  # FLOPs of one more run; 0: the whole grid
+    budget: Float[1e8, 1e15] = 0.0  # FLOPs of one more run; 0: the whole grid
     d_model: Int[1, 2**20] = 0  # its width, one of SHAPES
     seed: Int[0, 10**18] = 1  # its seed
     short: bool = False  # two very short runs

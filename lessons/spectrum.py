@@ -20,6 +20,7 @@ import lora
 import program
 from lessons.finetuned import answers_of, is_exact, read_questions
 from program import require
+from storage import checkpoint_files
 from text import tokenizer as tokenizers
 from weights.load import load_adapted, tokenizer_file
 
@@ -74,7 +75,7 @@ def main(argv) -> None:
     (run_dir,) = program.arguments(argv, "RUN")
     questions = read_questions(QUESTIONS)
     found = checkpoint.find(run_dir)
-    settings = checkpoint.adapter_settings(found)
+    settings = checkpoint_files.read_adapter_settings(found)
     require(settings, f"{run_dir} has no adapters: give a run with --lora_rank, as runs/lora-demo")
     name = checkpoint.read_meta(found)["tokenizer"]
     tokenizer = tokenizers.load(name, tokenizer_file(found))

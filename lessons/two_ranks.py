@@ -235,7 +235,7 @@ def kept_in_a_step(model, rows, cfg) -> dict[str, int]:
     """{moment: bytes of weights, gradients and moments on this rank}, activations left out."""
     ids, labels = rows[:, :-1], rows[:, 1:]
     kept = {"between steps": live_bytes()}
-    parallel.before_microbatch(model, cfg, last=False)
+    parallel.postpone_communication(model, cfg, is_last=False)
     with torch.no_grad():  # so that no activations are kept
         model(ids, labels=labels)
     kept["after a forward"] = live_bytes()

@@ -19,11 +19,12 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
-from lifecycle.resume import Start
+from lifecycle.resume import OPTIMIZER_SETTINGS, Start
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, require
 from storage import files
+from weights.same_model import differing
 
 
 def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
@@ -70,11 +71,13 @@ def open_mirror(model_cfg: MPTConfig, cfg: TrainConfig):
 
 def prepare_data(model_cfg: MPTConfig, cfg: TrainConfig, world) -> list[Path]:
     """The checked data folders; of data in a store, the copy on this node. A collective."""
-    folders = rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
+    folders = rank_zero_decides(partial(data.open_folders, cfg, model_cfg.max_seq_len))
     if "://" in cfg.data_dir:
         from text import fetch  # here, since most runs do without
 
-        processes.each_node_does(partial(fetch.copy, cfg.data_dir, *folders), world)
+        copies = world.local_rank == 0  # the other ranks of a node wait, for as long as that takes
+        copy = partial(fetch.copy, cfg.data_dir, *folders) if copies else lambda: None
+        processes.together(copy, group=processes.new_group(processes.LONG))
     return folders
 
 
@@ -152,10 +155,9 @@ def find_base(start: Start, cfg: TrainConfig) -> dict:
 
 def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
     """FLOP/s of all devices together; None if that of one is unknown. A collective."""
-    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
-    # On the CPU, so over gloo: no watchdog runs yet that would notice a hanging NCCL.
-    peak = processes.all_sum(torch.tensor(peak or math.nan)).item()
-    return None if math.isnan(peak) else peak
+    dtype = parallel.DTYPES[precision]
+    peaks = processes.together(lambda: devices.peak_flops(cfg.peak_tflops, world.device, dtype))
+    return sum(peaks) if all(peaks) else None
 
 
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
@@ -172,10 +174,10 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
     bubble = ""
     if cfg.pp > 1:
-        from pipeline import bubble as share_of_bubble  # here, since most runs do without
+        from pipeline import bubble_share  # here, since most runs do without
 
         mesh += f", pp {cfg.pp}"
-        bubble = f", {share_of_bubble(cfg.pp, n_microbatches):.0%} bubble"
+        bubble = f", {bubble_share(cfg.pp, n_microbatches):.0%} bubble"
     begins = f"starting from {cfg.init_from}" if cfg.init_from else "starting a new run"
     if start.checkpoint:
         begins = f"resuming from {start.checkpoint}"
@@ -190,7 +192,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
         f"{cfg.run_dir}: {begins}",
-        *rate_note(cfg, start),
+        *notes_on_changes(cfg, start),
         planned_time(model_cfg, cfg, world, precision, peak, start.step),
         space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
@@ -339,7 +341,7 @@ def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
     """If stages have too few microbatches; and what sharding costs them."""
     lines = []
     if n_microbatches < cfg.pp:
-        from pipeline import bubble  # here, since most runs do without
+        from pipeline import bubble_share  # here, since most runs do without
 
         rows_per_rank = cfg.global_batch_size // world.dp_size
         fix = f"set --global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
@@ -347,7 +349,7 @@ def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
             fix = f"set --microbatch_size={rows_per_rank // cfg.pp}"
         lines.append(
             f"WARNING: {n_microbatches} microbatches never fill {cfg.pp} stages: each waits for "
-            f"{bubble(cfg.pp, n_microbatches):.0%} of a step; {fix}"
+            f"{bubble_share(cfg.pp, n_microbatches):.0%} of a step; {fix}"
         )
     if cfg.pp > 1 and world.dp_size > 1 and not cfg.sharding_mode.reduces_late:
         lines.append(
@@ -357,22 +359,26 @@ def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
     return lines
 
 
-def rate_note(cfg: TrainConfig, start) -> list[str]:
-    """If other settings than the checkpoint's make the learning rate jump."""
+def notes_on_changes(cfg: TrainConfig, start) -> list[str]:
+    """What of optimizer and learning rate differs from the checkpoint that a run resumes from."""
     if not 0 < start.step < cfg.max_steps:
         return []
     ours = asdict(cfg)
-    saved = {name: start.meta.get(name, ours[name]) for name in optim.RATE_SETTINGS}
-    there = replace(cfg, **saved)
+    saved = {name: start.meta.get(name, ours[name]) for name in OPTIMIZER_SETTINGS}
+    notes = []
+    others = [name for name in OPTIMIZER_SETTINGS if name not in optim.RATE_SETTINGS]
+    if changed := differing(others, saved, ours):
+        notes.append(f"note: the checkpoint has {', '.join(changed)}")
+
+    there = replace(cfg, **{name: saved[name] for name in optim.RATE_SETTINGS})
     last = optim.learning_rate(start.step - 1, there)
     expected = optim.learning_rate(start.step, there)
     first = optim.learning_rate(start.step, cfg)
-    if f"{first:.2e}" in (f"{last:.2e}", f"{expected:.2e}"):
-        return []
-
-    changed = ", ".join(checkpoint.differing(optim.RATE_SETTINGS, saved, ours))
-    jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
-    return [f"note: the checkpoint has {changed}: {jump}"]
+    if f"{first:.2e}" not in (f"{last:.2e}", f"{expected:.2e}"):
+        changed = ", ".join(differing(optim.RATE_SETTINGS, saved, ours))
+        jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
+        notes.append(f"note: the checkpoint has {changed}: {jump}")
+    return notes
 
 
 def parameter_warning(model_cfg: MPTConfig) -> list[str]:

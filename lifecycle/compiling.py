@@ -10,10 +10,10 @@ import math
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 import data
 import parallel
+import processes
 import program
 from config import MPTConfig, TrainConfig
 from model import MPT
@@ -33,10 +33,7 @@ def choose(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> boo
         if world.global_rank == 0:
             print("nothing is compiled: that does not work with tp or pp", flush=True)
         return False
-    fault = compiler_fault(model_cfg, cfg, world, precision)
-    faults = [fault] * world.global_size
-    if dist.is_initialized():
-        dist.all_gather_object(faults, fault)
+    faults = processes.together(lambda: compiler_fault(model_cfg, cfg, world, precision))
     fault = next(filter(None, faults), "")
     if not fault:
         return True
@@ -85,7 +82,7 @@ def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     if world.dp_size > 1:
         model.transformer.blocks.to(parallel.DTYPES[precision])  # as fully_shard gathers them
     parallel.parallelize(model, None, cfg, precision)
-    with parallel.weights_cast_once(model, precision, math.ceil(rows_of_rank / n_rows)):
+    with parallel.cast_weights_once(model, precision, math.ceil(rows_of_rank / n_rows)):
         with parallel.autocast(world.device, precision):
             total = model(ids).sum()  # of the logits: the loss is not compiled
         total.backward()

@@ -19,26 +19,31 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import checkpoint
 import config
+import optim
 import processes
 import program
-from checkpoint import comparable, differing, find, latest, number, numbered, verify
+from checkpoint import find, latest, number, numbered, verify
 from config import MPTConfig, TrainConfig, step_ranges
 from lifecycle import runlog
 from program import UserError, require
 from storage import checkpoint_files
 from storage.checkpoint_files import read_meta
+from weights.same_model import SAME_MODEL, comparable, different_functions, differing
 
 # What must not change when a run is resumed, beside the model: the order of the data.
 SAME_RUN = ["seed", "global_batch_size"]
 SAME_ADAPTERS = "lora_rank lora_alpha rslora lora_targets lora_last_blocks lora_train".split()
-# What may change when a run is resumed, but would have made another run of a finished one.
-SAME_TRAINING = """
-    max_steps init_from precision emb_pdrop attn_pdrop resid_pdrop lora_dropout
-    lr schedule warmup_steps alpha_f lr_one_step_late beta1 beta2 adam_eps decoupled_weight_decay
-    grad_clip z_loss
-    """.split()
+# What may change when a run is resumed, but would have made another run of a finished one. A
+# resumed run says what has changed of the first ones.
+OPTIMIZER_SETTINGS = [
+    *optim.RATE_SETTINGS,
+    *"beta1 beta2 adam_eps decoupled_weight_decay grad_clip z_loss".split(),
+]
+SAME_TRAINING = [
+    *OPTIMIZER_SETTINGS,
+    *"init_from precision emb_pdrop attn_pdrop resid_pdrop lora_dropout".split(),
+]
 
 
 @dataclass
@@ -240,9 +245,9 @@ def check_same(
     fingerprint = saved["data_fingerprint"]
     is_imported = str(fingerprint).startswith("imported from")
     if is_imported:  # not trained yet: rows may be packed, or have another length
-        differences = checkpoint.different_functions(saved_cfg, model_cfg)
+        differences = different_functions(saved_cfg, model_cfg)
     else:
-        differences = differing(checkpoint.SAME_MODEL, saved, ours)
+        differences = differing(SAME_MODEL, saved, ours)
     require(not differences, f"{path} is of another model: {', '.join(differences)}. {fix}")
 
     holds_adapters = bool(meta.get("lora_rank"))

@@ -200,22 +200,20 @@ class Run:
         self.lease.check()
         if self.agreed.all_saved:
             self.checkpointer.finish()
-        if self.agreed.all_copied:
+        if self.lease.mirror:
             self.lease.mirror.copy_newest()
 
     def agree(self) -> "StepConsensus":
         """Combine what each rank wants: any rank's stop or save applies to all. A collective."""
-        mirror = self.lease.mirror
         minutes = (time.monotonic() - self.saved_at) / 60
         own = [
             self.signals.stop_signal or self.log.stop_signal,
             0 < self.cfg.save_minutes < minutes,
             not self.checkpointer.settled(),
-            not (mirror and mirror.settled()),
         ]
         # An all-reduce between the CPUs, for which no GPU waits.
-        stop_signal, save, writing, copying = map(int, processes.all_max(own, self.world))
-        return StepConsensus(stop_signal, bool(save), not writing, not copying)
+        stop_signal, save, writing = map(int, processes.all_max(own, self.world))
+        return StepConsensus(stop_signal, bool(save), not writing)
 
     def save_is_due(self) -> bool:
         """Save now? After bad steps older checkpoints are worth more, unless the run ends."""
@@ -265,7 +263,6 @@ class StepConsensus:
     stop_signal: int = 0  # stop the run: the number of the signal that a rank received
     save: bool = False  # save now: --save_minutes have passed
     all_saved: bool = False  # no rank is still writing a checkpoint
-    all_copied: bool = False  # with --remote: no rank is still copying one there
 
 
 def save_due(cfg: TrainConfig, done: int) -> bool:

@@ -44,7 +44,7 @@ class PlanArgs(FleetArgs):
     choose: bool = False  # choose the layout even where a config file sets it
     global_batch_size: Int[1, 10**6] = 0  # sequences of a step (0: about 256, at least 4 a device)
     max_steps: Int[1, 10**15] = 0  # steps of the run, from which its tokens and time follow
-    tokens: Float[1, 10**18] = 0.0  # (0: of max_steps, else 20 a parameter; adapters: 4800 steps)
+    tokens: Float[1, 10**18] = 0.0  # to train on (0: of max_steps, or 20 a parameter)
     price: Float[1e-9, 10**9] = 0.0  # of one torch device for an hour; two kinds of device: 2.5,1.2
     watts: Float[1e-3, 10**6] = 0.0  # of a torch device and its share of the node (0: the table's)
     calibrate: str = ""  # a .csv of bench train or a machine.json; both: results.csv:machine.json

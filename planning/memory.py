@@ -288,9 +288,10 @@ class Rank:
 
     def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
         self.shard_ranks, self.rows = layout(m, cfg, ranks)
-        scores = f"attn_impl={m.attn_impl} keeps T x T scores, not counted here"
-        is_fused = m.attn_impl not in ("reference", "blocks")
-        require(is_fused, f"{scores}: set --attn_impl=sdpa")
+        keeps_scores = m.attn_impl in ("reference", "blocks")
+        why = "keeps T x T scores, not counted here" if keeps_scores else "has no formula here"
+        is_fused = m.attn_impl in ("auto", "sdpa", "flex", "triton")
+        require(is_fused, f"attn_impl={m.attn_impl} {why}: set --attn_impl=sdpa")
 
         self.m, self.cfg, self.precision, self.stage = m, cfg, precision, stage
         self.dp = ranks // (cfg.tp * cfg.pp)
@@ -573,7 +574,7 @@ def gathered_copies(rank: Rank, now: Microbatch) -> list[Row]:
 def cast_copies(rank: Rank) -> list[Row]:
     """bf16 copies of the fp32 weights of blocks, which autocast makes on one data-parallel rank.
 
-    The graph keeps them until the block's backward, or parallel.weights_cast_once until the last
+    The graph keeps them until the block's backward, or parallel.cast_weights_once until the last
     one of all microbatches. A block that is recomputed makes them again.
     """
     if rank.width == 4:

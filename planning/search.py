@@ -48,7 +48,7 @@ class LayoutArgs:
     sharding: AutoSharding = "auto"  # see parallel.py
     microbatch_size: Int[1, 10**6] | Auto = "auto"  # sequences
     activation_checkpointing: AutoCheckpointing = "auto"  # see parallel.py
-    recompute_every: Int[1, 10**4] | Auto = "auto"  # of every k-th; chosen if the mode is, else 1
+    recompute_every: Int[1, 10**4] | Auto = "auto"  # every k-th block; chosen if the mode is
     sequence_parallel: bool | Auto = "auto"  # with tp: cut the tokens between layers, too
 
     @property

@@ -327,7 +327,8 @@ def bank_for(decoder: Decoder, paths: list[str], n_slots: int, base: str) -> Ada
     base: the path of the decoder's weights.
     """
     found = Path(base)
-    has_its_own = load.is_run(found) and checkpoint.adapter_settings(checkpoint.find(base))
+    is_run = load.is_run(found)
+    has_its_own = is_run and checkpoint_files.read_adapter_settings(checkpoint.find(base))
     twice = f"{base} has adapters already; --adapter needs their base"
     require(not has_its_own, f"{twice}: give that, or merge it first")
     has_runs = any(load.is_run(Path(path)) for path in paths)

@@ -36,6 +36,7 @@ import checkpoint
 from lifecycle import runlog
 from program import UserError, arguments, one_line, require, run
 from serving.adapters import BASE
+from storage import checkpoint_files
 from weights import peft
 from weights.peft import Adapter
 
@@ -295,7 +296,7 @@ def version_of(path: str) -> str:
 
 def is_finished(path: Path) -> bool:
     """Is a checkpoint the last one of a run with adapters? UserError if that cannot be read."""
-    if not checkpoint.adapter_settings(path):
+    if not checkpoint_files.read_adapter_settings(path):
         return False
     run_dir = path.parent.parent
     if not (run_dir / "config.json").exists():  # imported, and not trained here

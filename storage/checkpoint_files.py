@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import config
 import program
+from config import MPTConfig, TrainConfig
 from program import UserError, require
 from storage import files
 
@@ -177,6 +178,23 @@ def read_meta(path: Path) -> dict:
     fault = files.wrong_type(meta, {"skip_steps": str, "base": str, "base_fingerprint": str})
     require(not fault, f"{source} is damaged ({fault})")
     return config.rename_keys(meta)
+
+
+def read_settings(path: Path) -> MPTConfig:
+    """The model settings of a checkpoint. Raises UserError if they are wrong."""
+    return config.from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
+
+
+def read_adapter_settings(path: Path) -> TrainConfig | None:
+    """The settings of a checkpoint's adapters; None if it holds a whole model.
+
+    Raises UserError if they are wrong.
+    """
+    meta = read_meta(path)
+    names = [name for name in meta if name.startswith("lora_")]
+    saved = {name: meta[name] for name in (*names, "rslora", "init_from") if name in meta}
+    cfg = config.from_dict(TrainConfig, saved, f"{path}/meta.json")
+    return cfg if cfg.lora_rank else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -446,8 +464,8 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan, planner):
         """Write this rank's pieces, in the background thread.
 
-        Returns DCP's results, which rank 0 gathers, and appends {file name: [bytes, crc32]}.
-        Raises UserError if a weight is not finite: no run can continue from it.
+        Returns what rank 0 gathers: (DCP's results, {file name: [bytes, crc32]}). Raises UserError
+        if a weight is not finite: no run can continue from it.
         """
         for item in plan.items:
             if item.index.fqn.startswith("model."):
@@ -460,18 +478,21 @@ class Writer(dcp.FileSystemWriter):
         paths = {self.path / result.storage_data.relative_path for result in results}
         with ThreadPoolExecutor() as pool:
             synced = pool.map(files.sync, paths)  # the disk works while we compute checksums
-            results.append({path.name: checksum(path) for path in paths})
+            checksums = {path.name: checksum(path) for path in paths}
         list(synced)  # raises what sync raised
         done = torch.futures.Future()
-        done.set_result(results)
+        done.set_result((results, checksums))
         return done
 
     def finish(self, metadata, results) -> None:
-        """Write `.metadata` and the checksums of all files. On rank 0, after all ranks."""
+        """Write `.metadata` and the checksums of all files. On rank 0, after all ranks.
+
+        results: what `write_data` returned on each rank.
+        """
+        super().finish(metadata, [of_dcp for of_dcp, _ in results])
         checksums = {}
-        for of_rank in results:
-            checksums |= of_rank.pop()
-        super().finish(metadata, results)
+        for _, of_rank in results:
+            checksums |= of_rank
         files.sync(self.path / ".metadata")
         for name in (".metadata", "meta.json"):
             checksums[name] = checksum(self.path / name)

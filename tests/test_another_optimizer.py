@@ -1,4 +1,7 @@
-"""Any torch.optim.Optimizer: a bad step changes nothing; checkpoints keep and name all of it."""
+"""Any torch.optim.Optimizer: a bad step changes nothing; checkpoints keep and name all of it.
+
+"ours" is what build_optimizer returns: tests/test_walks.py runs these tests in a project with Lion.
+"""
 
 import copy
 import json
@@ -8,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags_for, slowly
-from launches import SIZE, same, train_here
+from conftest import slowly
+from launches import same
 from test_checkpoint import META
 from test_parallel import RUN, build, full_weights, global_rows, rows_of
 
@@ -18,34 +21,7 @@ import fsdp_train
 import optim
 from program import UserError
 
-
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., arXiv 2302.06675), as a fork would add it."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                p -= group["lr"] * torch.sign(mean.lerp(p.grad, 0.1))
-                mean.lerp_(p.grad, 0.01)
-
-
-def in_two_groups(params, faster=4):
-    """SGD whose second group has `faster` times the peak rate of the first."""
-    first, *rest = params
-    rate = faster * RUN.lr
-    groups = [{"params": [first]}, {"params": rest, "lr": rate, "peak_lr": rate}]
-    return torch.optim.SGD(groups, RUN.lr)
-
-
 MADE = {
-    "AdamW": lambda params: optim.build_optimizer(params, RUN),
     "AdamW, not fused": lambda params: torch.optim.AdamW(params, 1e-3, fused=False),
     "AMSGrad": lambda params: torch.optim.Adam(params, 1e-3, fused=True, amsgrad=True),
     "SGD": lambda params: torch.optim.SGD(params, 1e-3),
@@ -54,15 +30,13 @@ MADE = {
         params, 1e-3, momentum=0.9, fused=True
     ),
     "Adagrad": lambda params: torch.optim.Adagrad(params, 1e-3),
-    "Lion": lambda params: Lion(params, 1e-3),
-    "two groups": in_two_groups,
 }
 
 
 def made(world, name, cfg=RUN):
     """A model and the optimizer of that name."""
-    model, _ = build(world, cfg)
-    return model, MADE[name](model.parameters())
+    model, ours = build(world, cfg)
+    return model, ours if name == "ours" else MADE[name](model.parameters())
 
 
 def bad_loss(loss):
@@ -128,12 +102,11 @@ def train_with_bad_steps(world, name):
     return checks
 
 
-ON_TWO_RANKS = ["AdamW", "SGD with momentum", "Lion"]  # of which one has the bad step
+ON_ONE_RANK = [(1, name) for name in ("ours", *MADE)]
+ON_TWO_RANKS = [(2, "ours"), (2, "SGD with momentum")]  # of which one has the bad step
 
 
-@pytest.mark.parametrize(
-    "size, name", [*((1, name) for name in MADE), *((2, name) for name in ON_TWO_RANKS)]
-)
+@pytest.mark.parametrize("size, name", ON_ONE_RANK + ON_TWO_RANKS)
 def test_a_bad_step_changes_nothing(ranks, size, name):
     """Weights, moments and counters are those of a run without it.
 
@@ -145,28 +118,8 @@ def test_a_bad_step_changes_nothing(ranks, size, name):
 def test_which_optimizers_skip_a_bad_step_on_the_device():
     param = [torch.nn.Parameter(torch.zeros(3))]
     on_device = {name for name, make in MADE.items() if optim.skips_on_device(make(param))}
-    assert on_device == {"AdamW", "AMSGrad"}
-
-
-def test_each_group_has_its_own_peak_rate(ranks):
-    """Which the schedule's factor multiplies in each step."""
-    (fast, slow) = ranks(1)(changes_of_two_groups)[0]
-    assert torch.equal(fast[0], slow[0]) and fast[0].any()
-    for a, b in zip(fast[1:], slow[1:], strict=True):
-        torch.testing.assert_close(a, 4 * b, rtol=1e-3, atol=1e-6)
-
-
-def changes_of_two_groups(world):
-    """By how much a step changes each weight, with groups of different rates and of equal ones."""
-    changes = []
-    for faster in (4, 1):
-        model, _ = build(world, RUN)
-        optimizer = in_two_groups(model.parameters(), faster)
-        before = [p.detach().clone() for p in model.parameters()]
-        for number in (0, 5):  # rates of 0, and of the peaks times the factor of step 5
-            step(world, model, optimizer, number)
-        changes.append([(p - q).detach() for p, q in zip(model.parameters(), before, strict=True)])
-    return changes
+    assert on_device == {"AMSGrad"}
+    assert optim.skips_on_device(optim.build_optimizer([("weight", *param)], RUN))
 
 
 # --- Checkpoints
@@ -191,9 +144,7 @@ def load_and_continue(world, name, folder):
     return [step(world, model, optimizer, number) for number in (3, 4)], full_weights(model)
 
 
-@pytest.mark.parametrize(
-    "name", ["SGD", "Lion", "two groups", slowly("AMSGrad"), slowly("Adagrad")]
-)
+@pytest.mark.parametrize("name", ["ours", "SGD", slowly("AMSGrad"), slowly("Adagrad")])
 def test_a_checkpoint_gives_all_of_it_back(ranks, tmp_path, name):
     straight, weights = ranks(2)(save_and_continue, name, tmp_path)[0]
     resumed, resumed_weights = ranks(2)(load_and_continue, name, tmp_path)[0]
@@ -214,47 +165,18 @@ def test_another_optimizer_than_the_checkpoints_is_named(ranks, tmp_path):
     """The same class with other state is another optimizer, too."""
     ranks(2)(save_and_continue, "SGD with momentum", tmp_path)
     path = checkpoint.latest(tmp_path)
-    for name, description in [("AdamW", optim.ADAMW), ("SGD", "SGD ()"), ("Lion", "Lion (mean)")]:
+    for name, description in [("ours", optim.ADAMW), ("SGD", "SGD ()")]:
         (error,) = set(ranks(2)(load_as, name, tmp_path))
         assert f"optimizer SGD (momentum_buffer), here it is {description}: " in error
         assert f"--init_from={path} " in error
 
 
 def test_a_checkpoint_that_names_no_optimizer_is_of_adamw(ranks, tmp_path):
-    ranks(1)(save_and_continue, "AdamW", tmp_path)
+    ranks(1)(save_and_continue, "ours", tmp_path)
     path = checkpoint.latest(tmp_path) / "meta.json"
     meta = json.loads(path.read_text())
     assert meta.pop("optimizer") == optim.ADAMW
     path.write_text(json.dumps(meta))
-    assert ranks(1)(load_as, "AdamW", tmp_path) == [""]
-    (error,) = ranks(1)(load_as, "Lion", tmp_path)
+    assert ranks(1)(load_as, "ours", tmp_path) == [""]
+    (error,) = ranks(1)(load_as, "SGD", tmp_path)
     assert "was saved with the optimizer AdamW (exp_avg," in error
-
-
-# --- As a fork runs it
-
-
-def with_lion(world):
-    """The one edit that a fork makes."""
-    return mock.patch.object(optim, "build_optimizer", lambda params, cfg: Lion(params, cfg.lr))
-
-
-def test_a_run_with_lion(ranks, tiny_data, tmp_path):
-    """It prints once that each step waits, resumes from its checkpoint, and AdamW does not."""
-    waits = "each step waits for the device"
-    flags = [*SIZE, *flags_for(tiny_data), f"--run_dir={tmp_path}", "--device=cpu"]
-    flags += ["--precision=fp32", "--lr=1e-3", "--global_batch_size=4", "--warmup_steps=1"]
-    flags += ["--max_steps=2", "--eval_tokens=100", "--keep_last=9"]
-    for steps in (2, 3):
-        longer = [*flags, f"--max_steps={steps}"]
-        status, message, printed = ranks(2)(train_here, longer, with_lion)[0]
-        assert status == 0, message
-        assert printed.count(waits) == 1
-
-    status, message, _ = ranks(2)(train_here, [*flags, "--max_steps=4"])[0]
-    assert status == 2 and "optimizer Lion (mean), here it is AdamW (exp_avg" in message
-    assert "step-3" in message
-
-    status, message, printed = ranks(2)(train_here, [*flags, f"--run_dir={tmp_path / 'new'}"])[0]
-    assert status == 0, message
-    assert waits not in printed

@@ -96,18 +96,12 @@ def test_the_bias_of_a_small_case():
 
 # --- implementations against the loop
 
-# (queries, keys): the last two are decoding on a cache
-LENGTHS = [(1, 1), (17, 17), (65, 65), (200, 200), (1, 65), (7, 65)]
-CASES = [
-    dict(alibi=alibi, causal=causal, lengths=lengths)
-    for alibi in (False, True)
-    for causal in (False, True)
-    for lengths in LENGTHS
-]
-CASES += [dict(lengths=(40, 65))]  # several blocks of queries on a cache
-CASES += [dict(heads=h) for h in ((4, 4), (6, 3), (6, 1), (12, 12))]  # of queries, of keys
-CASES += [dict(head_dim=d) for d in (32, 64, 80, 128)]
-CASES += [dict(scale=0.3), dict(scale=0.01, alibi=False), dict(batch=3), dict(bias_max=16)]
+# (queries, keys): with fewer queries than keys, decoding on a cache
+LENGTHS = [(1, 1), (65, 65), (1, 65), (40, 65)]
+CASES = [dict(alibi=alibi, lengths=lengths) for alibi in (False, True) for lengths in LENGTHS]
+CASES += [dict(alibi=alibi, causal=False, lengths=(7, 65)) for alibi in (False, True)]
+CASES += [dict(heads=h) for h in ((4, 4), (6, 1), (12, 12))]  # of queries, of keys
+CASES += [dict(head_dim=80), dict(scale=0.3), dict(batch=3), dict(bias_max=16)]
 
 
 DEFAULT = dict(
@@ -168,7 +162,7 @@ def test_fp32_equals_the_loop_in_fp64(case, impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
-@pytest.mark.parametrize("case", CASES[::5] + CASES[-10:], ids=name)
+@pytest.mark.parametrize("case", CASES[::3], ids=name)
 def test_bf16_is_close_to_the_loop_in_fp64(case, impl):
     check(case, impl, torch.bfloat16, 2e-2)
 
@@ -185,9 +179,7 @@ def fresh_compiler():
 @pytest.mark.parametrize(
     "lengths, alibi, causal",
     [
-        ([(200, 200)], False, True),
-        ([(200, 200)], True, False),
-        ([(7, 65)], True, True),
+        ([(200, 200)], False, False),
         ([(20, 20), (1, 21), (1, 22), (1, 23)], True, True),  # a prompt, then token after token
     ],
 )
@@ -275,7 +267,7 @@ def test_decoding_one_token_in_16_bits_needs_no_mask(monkeypatch):
 
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
 @pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("lengths", [(1, 65), (7, 7), (65, 65), (40, 65)])
+@pytest.mark.parametrize("lengths", [(1, 65), (65, 65), (40, 65)])
 def test_documents_do_not_see_each_other(impl, alibi, lengths):
     """Output and gradients are those of each document on its own; row 1 is one document."""
     inputs, slopes = qkv(lengths=lengths, batch=2), alibi_slopes(4) if alibi else None
@@ -302,9 +294,9 @@ def test_documents_do_not_see_each_other(impl, alibi, lengths):
 # --- blocks
 
 
-def saved_and_gradients(impl, dtype):
-    """(bytes that the forward saves, [output, dq, dk, dv]) of 200 tokens with ALiBi."""
-    inputs = [x.to(dtype) for x in qkv((4, 4), (200, 200))]
+def saved_and_gradients(impl):
+    """(bytes that the forward saves, [output, dq, dk, dv]) of 200 tokens with ALiBi, in fp32."""
+    inputs = [x.float() for x in qkv((4, 4), (200, 200))]
     slopes = alibi_slopes(4)
     storages = {}
 
@@ -320,18 +312,11 @@ def saved_and_gradients(impl, dtype):
 
 
 def test_blocks_save_the_scores_of_visible_keys_and_not_the_others():
-    saved, found = saved_and_gradients("blocks", torch.float32)
-    all_saved, exact = saved_and_gradients("reference", torch.float32)
+    saved, found = saved_and_gradients("blocks")
+    all_saved, exact = saved_and_gradients("reference")
     assert saved < 0.65 * all_saved
     for a, b in zip(found, exact, strict=True):
         assert relative_error(a, b) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_are_equal_bit_by_bit_when_run_again(dtype):
-    _, first = saved_and_gradients("blocks", dtype)
-    _, second = saved_and_gradients("blocks", dtype)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_blocks_are_differentiated_in_autocasts_dtype():
@@ -417,8 +402,8 @@ def test_a_single_query_takes_the_kernel_only_if_it_is_right_for_one(triton_runs
     assert taken == [(2, 4, 9, 64)]
 
 
-ARCHITECTURES = dict.fromkeys(["sm_80", "sm_120", "sm_121", "gfx908", "gfx1100"], "triton")
-ARCHITECTURES |= dict.fromkeys(["sm_61", "sm_70", "sm_75", "gfx906", "gfx1030"], "sdpa")
+ARCHITECTURES = dict.fromkeys(["sm_80", "gfx908", "gfx1100"], "triton")
+ARCHITECTURES |= dict.fromkeys(["sm_75", "gfx906", "gfx1030"], "sdpa")
 
 
 @pytest.mark.parametrize("arch, chosen", ARCHITECTURES.items())
@@ -451,11 +436,6 @@ def test_the_choice_does_not_break_the_graph(arch, sign, triton_runs):
 def test_auto_without_triton_or_without_a_compiler_for_it(lacking, triton_runs, monkeypatch):
     monkeypatch.setattr(attention_module, lacking, False)
     assert choose("auto", **CASE) == "sdpa"
-
-
-@pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa", "flex", "triton"])
-def test_a_named_implementation_is_taken(impl):
-    assert choose(impl, **CASE) == choose(impl, **CASE | {"device": CPU}) == impl
 
 
 def test_without_triton_the_error_names_another_implementation(monkeypatch):

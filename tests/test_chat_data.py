@@ -11,20 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import byte_level, refusal, write_lines
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from launches import train_here
 
 import config
 import data
 from config import MPTConfig, TrainConfig
-from data import Split, inputs_and_labels
+from data import Split, inputs_and_labels, open_or_prepare
 from lifecycle import runlog
 from loss import IGNORE
 from model import MPT, init_weights
 from text import chat, corpus
 from text import tokenizer as tokenizers
-from text.prepare import open_or_prepare, prepare, read_summary
+from text.prepare import prepare, read_summary
 from text.shards import Shard
 from weights import load
 
@@ -107,6 +108,9 @@ def test_shards_hold_rows_and_say_so(folder):
         assert len(shard.ids) % SEQ_LEN == 1 and shard.ids[-1] == ~EOT
         stored = shard.ids.tobytes()
         assert all(example.tobytes() in stored for example in examples)
+        rows = Split(folder, split, SEQ_LEN)
+        _, labels = inputs_and_labels(torch.from_numpy(rows.windows(np.arange(len(rows)))))
+        assert (labels != IGNORE).any(1).all()  # each row has something to learn
     summary = read_summary(folder)
     assert [summary[name] for name in ("data_format", "max_seq_len")] == ["chat", SEQ_LEN]
 
@@ -157,8 +161,8 @@ def test_a_folder_belongs_to_its_settings(make, folder):
     assert "max_seq_len 128, not 32" in refusal(Split, folder, "train", 32)
 
 
-@pytest.mark.parametrize("edit", ["data", "template", "special token"])
-def test_a_run_notices_that_data_or_template_changed(make, tmp_path, edit):
+@pytest.mark.parametrize("edit", ["template", "special token"])
+def test_a_run_notices_that_the_template_changed(make, tmp_path, edit):
     """Nothing is lost: the rows stay as they are, until someone prepares them again."""
     folder = tmp_path / "template"
     folder.mkdir()
@@ -172,16 +176,12 @@ def test_a_run_notices_that_data_or_template_changed(make, tmp_path, edit):
     assert open_or_prepare(cfg, SEQ_LEN) == prepare(cfg, max_seq_len=SEQ_LEN) == prepared
     assert files(prepared) == before
 
-    changes = {  # of the same size
-        "data": (tmp_path / "chat.jsonl", "never", "evern"),
-        "template": (template, ": ", "; "),
-        "special token": (tokens, "/", "!"),
-    }
-    path, old, new = changes[edit]
-    path.write_text(path.read_text().replace(old, new))
-    name = "dataset" if edit == "data" else "chat_template"
+    if edit == "template":  # of the same size
+        template.write_text(source.replace(": ", "; "))
+    else:
+        tokens.write_text(tokens.read_text().replace("/", "!"))
     message = refusal(open_or_prepare, cfg, SEQ_LEN)
-    assert message.startswith(f"{name}={getattr(cfg, name)} changed after {prepared} was made")
+    assert message.startswith(f"chat_template={folder} changed after {prepared} was made")
     assert files(prepared) == before
 
     command = message.partition("python data.py ")[2]
@@ -245,11 +245,10 @@ def test_of_a_lone_validation_example_nothing_is_left_to_learn(make):
     prepare(make(rows, val_fraction=0.2), max_seq_len=SEQ_LEN)
 
 
-@pytest.mark.parametrize("bad", [257, ~257])
-def test_an_id_beyond_the_vocabulary(folder, bad):
+def test_an_id_beyond_the_vocabulary(folder):
     path = folder / "train-00000.bin"
     content = bytearray(path.read_bytes())
-    content[4096:4100] = int(bad).to_bytes(4, "little", signed=True)
+    content[4096:4100] = int(~257).to_bytes(4, "little", signed=True)
     path.write_bytes(content)
     split = Split(folder, "train", SEQ_LEN)
     assert "ids beyond its vocabulary" in refusal(split.windows, np.array([0]))
@@ -264,28 +263,6 @@ def test_an_id_that_is_not_learned_is_read_and_no_label(rows):
     for row, row_ids, row_labels in zip(rows.tolist(), ids.tolist(), labels.tolist(), strict=True):
         assert row_ids == [i if i >= 0 else -1 - i for i in row[:-1]]
         assert row_labels == [i if i >= 0 else IGNORE for i in row[1:]]
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 10**6), st.integers(0, 99))
-def test_any_number_of_ranks_reads_the_same_rows(folder_of_module, dp_size, step, seed):
-    split = Split(folder_of_module, "train", SEQ_LEN)
-    whole = split.batch(seed, step, 8)
-    parts = [split.batch(seed, step, 8, rank, dp_size) for rank in range(dp_size)]
-    assert np.concatenate(parts).tolist() == whole.tolist()
-    hashes = [data.batch_hash(torch.from_numpy(part), rank) for rank, part in enumerate(parts)]
-    assert sum(hashes) == data.batch_hash(torch.from_numpy(whole), 0)
-    _, labels = inputs_and_labels(torch.from_numpy(whole))
-    assert (labels != IGNORE).any(1).all()  # each row has something to learn
-
-
-@pytest.fixture(scope="module")
-def folder_of_module(tmp_path_factory):
-    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
-    write_lines(path, *lines())
-    names = {"dataset": str(path), "data_format": "chat", "tokenizer": "bytes"}
-    cfg = TrainConfig(**names, val_fraction=0.1, data_dir=str(path.parent / "tokens"))
-    return prepare(cfg, max_seq_len=SEQ_LEN)
 
 
 # --- losses
@@ -364,15 +341,17 @@ RUN = """
 
 
 @pytest.mark.slow
-def test_two_ranks_train_on_prompts_and_responses(make, tmp_path, torchrun, python):
+def test_two_ranks_train_on_prompts_and_responses(make, tmp_path, ranks):
     """Losses of both ranks together are those of one process, and by hand those of each example."""
     cfg = make(lines(), target_responses="all")
     flags = [*SIZE, *RUN, f"--dataset={cfg.dataset}", f"--data_dir={cfg.data_dir}"]
-    done = torchrun(2, *flags, "--run_dir=two")
-    assert done.returncode == 0, done.stderr
-    opening = Split(Path(cfg.data_dir), "train", SEQ_LEN).describe_rows()
-    assert f"tokens: {opening}" in done.stdout
-    assert python(*flags, "--run_dir=one").returncode == 0
+    for size, name in ((2, "two"), (1, "one")):
+        (status, message, said), *_ = ranks(size)(
+            train_here, [*flags, f"--run_dir={tmp_path}/{name}"]
+        )
+        assert status == 0, message
+        opening = Split(Path(cfg.data_dir), "train", SEQ_LEN).describe_rows()
+        assert f"tokens: {opening}" in said
 
     def figures(name):
         rows = runlog.read(tmp_path / name)

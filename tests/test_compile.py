@@ -154,7 +154,7 @@ def test_a_recipe_is_traced_without_a_break_and_once_for_all_layers(name, monkey
         with torch.no_grad(), parallel.autocast(cpu, "bf16"):
             model(ids, labels=ids)
             assert graphs == {"forward": 1, "backward": 1, "inference": 1}
-            with parallel.uncompiled(model):
+            with parallel.run_uncompiled(model):
                 model(ids[:1], labels=ids[:1])
     assert graphs.total() == 3
 

@@ -1,15 +1,12 @@
-"""containers/: what can be checked without Docker, and the installing steps in a new Python."""
+"""containers/: what can be checked without Docker. Its installing step: test_install.py."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import ROOT
 
 DOCKERFILES = sorted((ROOT / "containers").glob("Dockerfile.*"))
 APPTAINER = (ROOT / "containers" / "mpt.def").read_text()
@@ -67,62 +64,3 @@ def test_apptainer_does_what_docker_does():
     assert section("arguments").split() == arguments(rocm, "ARG")
     assert f"--build-arg {arguments(cuda, 'ARG')[0]}\n" in APPTAINER
     assert subprocess.run(["bash", "-n"], input=section("post"), text=True).returncode == 0
-
-
-TORCH = "torch torchgen functorch numpy sympy mpmath networkx jinja2 markupsafe filelock fsspec"
-TORCH += " typing_extensions triton"
-
-
-@pytest.fixture
-def image(tmp_path):
-    """A Python with torch, without what this project adds, as in vendors' images. Its folder."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "image"], check=True)
-    below = Path(sysconfig.get_path("purelib"))
-    own = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "image")}))
-    names = [name.replace("_", "[-_]") for name in TORCH.split()]
-    for name in names:
-        for source in [*below.glob(name), *below.glob(f"{name}.*"), *below.glob(f"{name}-*")]:
-            (own / source.name).symlink_to(source)
-    return tmp_path / "image"
-
-
-TINY = "--d_model=32 --n_heads=2 --n_layers=1 --vocab_size=320 --max_seq_len=32"
-TINY += " --tokenizer=bytes --val_fraction=0.2 --global_batch_size=4 --max_steps=3 --warmup_steps=1"
-
-
-@pytest.mark.slow
-def test_the_installing_steps_end_in_a_python_that_trains(tmp_path, image):
-    """The last RUN over a torch that stays as it is; then a run with the code of this folder.
-
-    Of the requirements, those of a small run alone.
-    """
-    pip = [image / "bin" / "pip", "download", "--no-deps", "--dest", tmp_path, "tqdm"]
-    if subprocess.run(pip, capture_output=True).returncode:
-        pytest.skip("needs an index of packages")
-    path = DOCKERFILES[0]
-    build = tmp_path / "build"
-    build.mkdir()
-    for name in copied(path):
-        shutil.copy(ROOT / name, build)
-    for name in build.glob("requirements*.txt"):  # the others take a minute; CI installs them all
-        kept = re.findall(r"^(?:torch|numpy|tqdm|tiktoken)\b.*\n", name.read_text(), re.M)
-        name.write_text("".join(kept))
-    env = clean_environment() | {"PATH": f"{image}/bin:{os.environ['PATH']}"}
-    env |= {"PIP_NO_COMPILE": "1"}  # 20 s less
-
-    def run(*command, cwd):
-        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    run("bash", "-c", arguments(path, "RUN")[-1], cwd=build)
-    python = str(build / ".venv/bin/python")
-    code = "from importlib.util import find_spec; print(find_spec('torch').origin)"
-    assert run(python, "-c", code, cwd="/").startswith(str(image))
-    code = code.replace("torch", "tqdm")
-    assert run(python, "-c", code, cwd="/").startswith(str(build))
-    flags = ["--dataset=text/*.py", *TINY.split()]
-    run_dir = [f"--run_dir={tmp_path}/run", f"--data_dir={tmp_path}/data"]
-    torchrun = [str(build / ".venv/bin/torchrun"), "--nproc_per_node=1"]
-    run(*torchrun, "fsdp_train.py", *flags, *run_dir, cwd=ROOT)
-    assert (tmp_path / "run/checkpoints/step-3").exists()

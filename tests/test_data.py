@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -29,16 +30,15 @@ from hypothesis import strategies as st
 
 import data
 from config import TrainConfig, load
-from data import Split, permute, prefetch
+from data import Split, open_or_prepare, permute, prefetch
 from program import UserError
-from text import corpus, shards
+from text import shards, sources
 from text import tokenizer as tokenizers
 from text.prepare import (
     FIRST_SLICE,
     SMALL_BYTES,
     SMALL_TOKENS,
     Recipe,
-    open_or_prepare,
     prepare,
     read_summary,
 )
@@ -122,7 +122,7 @@ def test_a_shard_is_a_header_and_raw_tokens(make):
     assert (summary["tokenizer"], summary["train_tokens"]) == ("bytes", header["tokens"])
 
 
-@pytest.mark.parametrize("fraction, every", [(0.02, 50), (0.25, 4), (0.005, 200)])
+@pytest.mark.parametrize("fraction, every", [(0.02, 50), (0.25, 4)])
 def test_validation_takes_whole_documents(make, fraction, every):
     folder = prepare(make(TEXTS, val_fraction=fraction))
     # The first document is always in it, so it is never empty.
@@ -280,8 +280,12 @@ def begun(large_text, tmp_path):
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_goes_on_where_it_was(begun, undisturbed):
-    """kill -9 after the first shard; another one, which waits, makes the rest, byte for byte."""
+    """kill -9 after the first shard; another one, which waits, makes the rest, byte for byte.
+
+    The workers of the first one end, too: otherwise they would write to the folder of the next.
+    """
     process, command, folder = begun
     process.send_signal(signal.SIGSTOP)
     first = folder / "train-00000.bin"
@@ -292,10 +296,10 @@ def test_a_killed_preparation_goes_on_where_it_was(begun, undisturbed):
     )
     owner = f"process {process.pid} on {platform.node()}"
     assert waiting.stderr.readline() == f"{folder} is being prepared by {owner}: waiting\n"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.communicate(timeout=PATIENCE)  # returns when the last that holds the output has ended
 
-    output, errors = waiting.communicate(timeout=120)
+    output, errors = waiting.communicate(timeout=PATIENCE)
     assert waiting.returncode == 0, errors
     assert files(folder) == undisturbed  # and no .tmp file is left
     after = first.stat()
@@ -315,51 +319,34 @@ def test_runs_that_start_together_share_one_preparation(make, monkeypatch, locks
 
         monkeypatch.setattr(fcntl, "flock", no_locks)
     alone = files(prepare(make(TEXTS, "alone", tokenizer="bpe-300")))
-    for attempt in range(2):
-        cfg = make(TEXTS, f"shared-{attempt}", tokenizer="bpe-300")
-        start = threading.Barrier(4)
+    cfg = make(TEXTS, "shared", tokenizer="bpe-300")
+    start = threading.Barrier(4)
 
-        def prepare_one(cfg=cfg, start=start):
-            start.wait()
-            folder = open_or_prepare(cfg)
-            return Split(folder, "train", 16).tokens
+    def prepare_one():
+        start.wait()
+        return Split(open_or_prepare(cfg), "train", 16).tokens
 
-        with ThreadPoolExecutor(4) as runs:
-            results = [runs.submit(prepare_one) for _ in range(4)]
-            assert len({result.result() for result in results}) == 1
-        assert files(cfg.data_dir) == alone
-
-
-def test_the_workers_of_a_killed_preparation_end_too(begun):
-    """Otherwise they run on, and write to the folder of the next preparation.
-
-    `communicate` returns when the last process that holds the output has ended.
-    """
-    process, _, _ = begun
-    process.kill()
-    process.communicate(timeout=PATIENCE)
-
-
-def test_workers_change_no_byte(large_text, undisturbed, tmp_path):
-    assert files(prepare(settings_for(large_text, tmp_path / "t"), workers=2)) == undisturbed
+    with ThreadPoolExecutor(4) as runs:
+        results = [runs.submit(prepare_one) for _ in range(4)]
+        assert len({result.result() for result in results}) == 1
+    assert files(cfg.data_dir) == alone
 
 
 DAMAGE = {
     "deleted": lambda path: path.unlink(),
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "empty": lambda path: os.truncate(path, 0),
-    "header overwritten": lambda path: path.write_bytes(
-        b"\0" * HEADER_BYTES + path.read_bytes()[HEADER_BYTES:]
-    ),
     "one token": lambda path: path.write_bytes(path.read_bytes()[:-2] + b"\7\0"),
 }
 
 
 @pytest.mark.parametrize(
-    "damage, split", [*((damage, "train") for damage in DAMAGE), ("one token", "val")]
+    "damage, split", [("deleted", "train"), ("truncated", "train"), ("one token", "val")]
 )
 def test_a_bad_shard_is_named_by_a_run_and_made_anew(make, damage, split):
-    """The advice of the message works. So does an interrupted preparation, which checks all."""
+    """The advice of the message works. So does an interrupted preparation, which checks all.
+
+    test_fuzz.py damages shards in other ways.
+    """
     folder = prepare(make(TEXTS))
     before = files(folder)
     path = folder / f"{split}-00000.bin"
@@ -395,8 +382,6 @@ def test_a_header_that_cannot_be_is_named(tmp_path):
     for name, value in (
         ("dtype", "O"),
         ("dtype", ">u2"),
-        ("dtype", None),
-        ("tokens", -1),
         ("tokens", 2**62),
         ("tokens", 10**4000),
         ("vocab_size", "257"),
@@ -440,7 +425,7 @@ def test_a_folder_of_something_else_is_refused(make, tmp_path, function):
     assert str(folder) in refusal(function, settings_for(tmp_path / "other.txt", folder))
 
 
-@pytest.mark.parametrize("change", ["more text", "same time", "json", "bpe"])
+@pytest.mark.parametrize("change", ["same time", "json", "bpe"])
 def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys, change):
     """It is refused, the advice works, and a run that began before goes on as it was."""
     name = "bpe-300" if change == "bpe" else "bytes"
@@ -454,11 +439,10 @@ def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys
     before, time_before = files(folder), changed.stat().st_mtime_ns
     if change == "json":
         byte_level("en").save(name)
-    elif change in ("more text", "bpe"):
+    elif change == "bpe":
         write_lines(changed, *[{"text": "zebra quiz " * 50}] * 3)
     else:
         changed.write_bytes(changed.read_bytes().replace(b"number", b"Nummer"))
-    if change == "same time":
         os.utime(changed, ns=(time_before, time_before))
 
     setting = f"tokenizer={name}" if change == "json" else f"dataset={cfg.dataset}"
@@ -478,7 +462,7 @@ def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys
 
 def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
     """A copy of it looks like a change; data.py then finds that all shards are right."""
-    monkeypatch.setattr("text.prepare.HASH_BYTES", 0)
+    monkeypatch.setattr("text.recipe.HASH_BYTES", 0)
     cfg = make(TEXTS)
     folder = open_or_prepare(cfg)
     before = files(folder)
@@ -489,7 +473,7 @@ def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
     assert open_or_prepare(cfg) == folder
     after = files(folder)
     assert after.pop("dataset.json") != before.pop("dataset.json") and after == before
-    monkeypatch.setattr(corpus, "content_hash", None)  # so that nothing can read it
+    monkeypatch.setattr(sources, "content_hash", None)  # so that nothing can read it
     assert open_or_prepare(cfg) == folder
 
 
@@ -497,7 +481,7 @@ def test_prepared_tokens_need_no_text_and_may_be_old(make, tmp_path, capsys):
     """Older folders know names and sizes alone."""
     cfg = make(TEXTS)
     folder = open_or_prepare(cfg)
-    older = read_summary(folder) | {"source": corpus.sizes_hash(cfg.dataset)}
+    older = read_summary(folder) | {"source": sources.sizes_hash(cfg.dataset)}
     (folder / "dataset.json").write_text(json.dumps(older))
     before = files(folder)
     capsys.readouterr()
@@ -587,20 +571,14 @@ def test_every_window_once_an_epoch_and_another_order_in_the_next(split):
     assert (first_epoch == np.array(first_tokens())).mean() < 0.05
 
 
-@pytest.mark.parametrize("dp_size", [2, 8])
-@pytest.mark.parametrize("step", [0, 26, 10**9])
-def test_any_number_of_ranks_sees_the_same_rows_in_the_same_order(split, dp_size, step):
+def test_any_number_of_ranks_sees_the_same_rows_in_the_same_order(split):
     """An epoch ends inside step 26. The order depends on the seed and nothing else."""
-    parts = [split.batch(1, step, 16, dp_rank, dp_size) for dp_rank in range(dp_size)]
-    assert {len(rows) for rows in parts} == {16 // dp_size}
     again = Split(split.folder, "train", SEQ_LEN)
-    assert np.array_equal(np.concatenate(parts), again.batch(1, step, 16))
-    assert not np.array_equal(split.batch(2, step, 16), again.batch(1, step, 16))
-
-
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
-    shards.write_ids(tmp_path / "train-00000.bin", np.full(100, 300, np.uint16), ABOUT)
-    assert "beyond its vocabulary" in refusal(Split(tmp_path, "train", 8).windows, np.array([0]))
+    for step, dp_size in itertools.product((0, 26, 10**9), (2, 8)):
+        parts = [split.batch(1, step, 16, dp_rank, dp_size) for dp_rank in range(dp_size)]
+        assert {len(rows) for rows in parts} == {16 // dp_size}
+        assert np.array_equal(np.concatenate(parts), again.batch(1, step, 16))
+        assert not np.array_equal(split.batch(2, step, 16), again.batch(1, step, 16))
 
 
 def test_a_sequence_longer_than_the_data(make):
@@ -630,14 +608,6 @@ def test_a_permutation_of_any_number_is_one(n, seed):
         assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
 
-def test_huge_numbers():
-    n = 2**52
-    permuted = permute(np.arange(n - 1000, n), n, 0, 0)
-    assert len(set(permuted.tolist())) == 1000
-    assert permuted.min() >= 0 and permuted.max() < n
-    assert permute(np.array([n - 1]), n, 0, 0) == permuted[-1]  # each position on its own
-
-
 def test_known_values():
     """Pinned: a change here reorders the data of every run that will be resumed."""
     first_8 = np.arange(8)
@@ -649,15 +619,14 @@ def test_known_values():
     assert far_apart.tolist() == [891628714229, 543546693989, 29106836283]
 
 
-@pytest.mark.parametrize("seed, epoch", [(0, 0), (1337, 1)])
-def test_it_shuffles_as_well_as_chance(seed, epoch):
+def test_it_shuffles_as_well_as_chance():
     """Batch means spread as those of random samples do, and neighbours are uncorrelated.
 
     The correlation of neighbours in a linear congruential generator is -0.42.
     """
     n = 2**17 + 333
     rows = 64  # of a batch
-    order = permute(np.arange(n), n, seed, epoch).astype(float)
+    order = permute(np.arange(n), n, seed=1337, epoch=1).astype(float)
     n_batches = n // rows  # 2,053, so the error of the spread is 1.6 %
     means = order[: n_batches * rows].reshape(n_batches, rows).mean(1)
     assert means.std() == pytest.approx(n / np.sqrt(12 * rows), rel=0.07)
@@ -667,15 +636,6 @@ def test_it_shuffles_as_well_as_chance(seed, epoch):
 
 
 # --- prefetching
-
-
-def test_prefetch_yields_steps_in_order_as_tensors():
-    def read_batch(step):
-        return np.full((2, 3), step)
-
-    batches = list(prefetch(read_batch, range(5, 25), torch.device("cpu")))
-    assert [step for step, _ in batches] == list(range(5, 25))
-    assert all(torch.equal(rows, torch.full((2, 3), step)) for step, rows in batches)
 
 
 def test_prefetch_reads_the_next_step_meanwhile_and_no_more():

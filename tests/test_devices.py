@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import refusal
 
 import devices
 import processes
@@ -23,14 +24,11 @@ REPORTED = [  # name, arch, units that torch reports, GiB, bf16 TFLOP/s; more in
     ("AMD Instinct MI250X/MI250", "gfx90a:sramecc+:xnack-", 104, 64, 181.05),
     ("amd instinct MI250X /MI250", "gfx90a", 110, 64, 191.5),
     ("AMD Instinct MI210", "gfx90a", 104, 64, 181.0),
-    ("", "gfx90a:sramecc+:xnack-", 104, 64, 181.05),
     ("", "gfx90a:sramecc+:xnack-", 110, 64, 191.5),
-    ("AMD Radeon Graphics", "gfx942", 304, 192, 1307.4),
     ("AMD Radeon Graphics", "gfx942", 304, None, 1307.4),
     ("AMD Instinct MI300X VF", "gfx942", 304, 192, 1307.4),
     ("AMD Instinct MI300X", "gfx942", 38, 24, 1307.4 / 8),  # CPX: one card, eight devices
     ("Radeon RX 7900 XTX", "gfx1100", 48, 24, 122.9),  # work-group processors
-    ("AMD Radeon RX 7900 XTX", "gfx1100", 96, 24, 122.9),
     ("AMD Radeon Graphics", "gfx1100", 48, 48, 122.6),  # memory tells the W7900 from the XTX
 ]
 
@@ -42,14 +40,11 @@ def test_a_reported_device_has_its_peak(name, arch, units, memory, tflops):
 
 UNKNOWN = [
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "8.9", 76, 16),
-    ("NVIDIA GeForce RTX 3090 Ti", "8.6", 84, 24),
     ("NVIDIA L40", "8.9", 142, 44.5),  # an L40S but for the name, with half its peak
     ("NVIDIA GB300", "10.3", 152, 288),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "9.0", 16, 9.8),
     ("", "gfx950", 256, 288),  # an MI350X or an MI355X
     ("AMD Instinct MI308X", "gfx942", 80, 192),
-    ("AMD Radeon Graphics", "gfx1150", 8, 32),
-    ("", "gfx1250", 256, 432),
     ("Some New Thing", "gfx1300", 100, 100),
 ]
 
@@ -59,31 +54,13 @@ def test_an_unknown_device_has_no_peak(name, arch, units, memory):
     assert devices.lookup(name, arch, units, memory) is None
 
 
-NAMES = {  # {name in the collected table: names in ours}, if they differ
-    "V100-SXM2 16/32GB": ("V100 SXM 16GB", "V100 SXM 32GB"),
-    "A100-40GB SXM": ("A100 SXM 40GB",),
-    "A100-80GB SXM": ("A100 SXM 80GB",),
-    "A100-40GB PCIe": ("A100 PCIe 40GB",),
-    "A100-80GB PCIe": ("A100 PCIe 80GB",),
-    "H100 SXM5": ("H100 SXM",),
-    "GH200 (96/144GB)": ("GH200 96GB", "GH200 144GB"),
-    "B200 SXM": ("B200",),
-    "GB200 (per GPU)": ("GB200",),
-    "B300 SXM": ("B300",),
-    "MI250 (GCD)": ("MI250 GCD",),
-    "MI250X (GCD)": ("MI250X GCD",),
-}
-
-
 def test_every_figure_equals_the_collected_table():
     ours = {row.name: row for row in devices.TABLE}
     compared = {"H200 NVL"}  # it is in the H200's note
     for row in csv.DictReader(FIGURES.open()):
-        if "(card)" in row["name"]:
-            continue
-        for name in NAMES.get(row["name"], (row["name"],)):
-            require_equal(ours[name], row)
-            compared.add(name)
+        if "(card)" not in row["name"]:
+            require_equal(ours[row["name"]], row)
+            compared.add(row["name"])
     assert compared == set(ours)
 
 
@@ -113,15 +90,6 @@ def require_found_by_name(device, names: str) -> None:
     assert device in found, device.name
     for other in filter(None, found):
         assert other.fp16_tflops == pytest.approx(device.fp16_tflops, rel=5e-4), device.name
-
-
-def test_a_card_is_two_torch_devices():
-    for name, peak in (("mi250", 362.1), ("mi250x", 383)):
-        gcd = devices.by_name(name)
-        assert gcd.per_card == 2
-        assert gcd.per_card * gcd.bf16_tflops == pytest.approx(peak)
-        assert gcd.watts == 560 / 2
-    assert devices.by_name("mi300x").per_card == 1
 
 
 def test_a_partition_has_its_share_and_no_known_link():
@@ -192,7 +160,6 @@ def test_of_reads_the_properties_that_torch_reports(monkeypatch):
 
 def test_peak_flops_of_a_cpu_is_what_the_user_sets_or_measures():
     cpu = torch.device("cpu")
-    assert devices.peak_flops("auto", cpu, torch.float32) is None
     assert devices.peak_flops(181.05, cpu, torch.float32) == pytest.approx(181.05e12)
     assert 1e8 < devices.peak_flops("measure", cpu, torch.float32) < 1e14
 
@@ -209,10 +176,8 @@ def test_this_gpu_is_known_and_reaches_a_plausible_share_of_its_peak():
     "features, has_bf16",
     [
         ({"amx_tile": True, "amx_bf16": True}, True),
-        ({"avx512_bf16": True}, True),
         ({"avx2": True, "avx512_bf16": False}, False),
         ({"bf16": True}, False),  # of ARM: not known to be faster
-        ({}, False),
     ],
 )
 def test_the_precision_of_a_cpu_follows_from_its_features(monkeypatch, features, has_bf16):
@@ -244,7 +209,6 @@ def dev(tmp_path, monkeypatch):
         (["nvidia0"], "13.0", None, r"^torch for CUDA 13\.0 cannot .*nvidia-smi fails", True),
         (["nvidia3", "kfd"], "12.8", None, r"^torch for CUDA 12\.8 cannot .*nvidia-smi", True),
         (["nvidia0", "kfd"], None, "6.4", r"^torch for ROCm 6\.4 cannot .*rocminfo fails", True),
-        (["kfd"], "13.0", None, "GPU is AMD's, but torch is built for NVIDIA: .*INSTALL", False),
         (["kfd"], None, None, "GPU is AMD's, but torch is built for CPUs: .*INSTALL", False),
         (["nvidia0"], None, "6.4", "GPU is NVIDIA's, but torch is built for AMD: .*INSTALL", False),
     ],
@@ -273,7 +237,6 @@ def test_a_gpu_that_one_may_not_open_names_the_groups(dev, monkeypatch):
     [
         ("auto", 1, "13.0", "note: using the CPU: torch for CUDA 13.0 cannot use the GPU"),
         ("auto", 1, "", "note: using the CPU: the GPU is NVIDIA's, but torch is built for CPUs"),
-        ("auto", 2, "", "note: using the CPU: the GPU is NVIDIA's, but torch is built for CPUs"),
         ("auto", 2, "13.0", None),
         ("cuda", 1, "", None),
         ("cpu", 1, "13.0", ""),
@@ -334,15 +297,12 @@ OLD = "CUDA error: no kernel image is available for execution on the device"
 )
 def test_a_gpu_that_cannot_be_opened_is_one_line(gpu, arch, fault, words):
     gpu(arch, fault=RuntimeError(f"{fault}\nKernel errors might be reported later\n"))
-    with pytest.raises(UserError, match=words) as error:
-        devices.open_gpu(CUDA)
-    assert "\n" not in str(error.value)
+    assert re.search(words, refusal(devices.open_gpu, CUDA))
 
 
 @pytest.mark.parametrize(
     "arch, has_bf16",
-    [("8.0", True), ("gfx908", True), ("gfx1100", True), ("gfx1250", True)]
-    + [("7.5", False), ("gfx906", False), ("gfx1030", False), ("gfx1010", False)],
+    [("8.0", True), ("gfx908", True), ("gfx1250", True), ("7.5", False), ("gfx1030", False)],
 )
 def test_bf16_on_a_gpu_that_only_emulates_it(gpu, monkeypatch, arch, has_bf16):
     """`auto` trains in fp32 there. What the user or a checkpoint says counts, with a hint."""

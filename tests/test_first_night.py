@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment
+from launches import wait_for
 
 HIDDEN = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
 
@@ -53,10 +53,7 @@ def test_a_stage_that_is_late_or_interrupted_leaves_no_process_and_is_not_done(t
     assert not processes_of(tmp_path)
 
     process = start(tmp_path, STAGES="resume")
-    deadline = time.monotonic() + PATIENCE
-    while not processes_of(tmp_path):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: processes_of(tmp_path) or process.poll() is not None)
     process.send_signal(signal.SIGTERM)  # SIGINT may be ignored here
     assert process.wait(PATIENCE) == 130
     assert not processes_of(tmp_path) and not (tmp_path / "resume.done").exists()
@@ -65,11 +62,9 @@ def test_a_stage_that_is_late_or_interrupted_leaves_no_process_and_is_not_done(t
 @pytest.mark.slow
 def test_a_run_that_dies_too_early_ends_its_stage(tmp_path):
     process = start(tmp_path, STAGES="resume")
-    deadline = time.monotonic() + PATIENCE
-    while not (dying := processes_of(tmp_path, "/killed")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(int(dying[0]), signal.SIGTERM)  # before its first step
+    wait_for(lambda: processes_of(tmp_path, "/killed") or process.poll() is not None)
+    for dying in processes_of(tmp_path, "/killed"):
+        os.kill(int(dying), signal.SIGTERM)  # before its first step
     printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1 and "failed: resume, status 1" in printed, printed
     assert len((tmp_path / "resume.log").read_text().splitlines()) < 1000

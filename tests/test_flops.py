@@ -1,23 +1,20 @@
-"""flops.py against published figures: MPT's sizes and throughput, PaLM, GPT-3, Megatron-LM."""
+"""flops.py against published figures: MPT's sizes and throughput, Megatron-LM."""
 
 import csv
 import json
 import math
-from dataclasses import replace
-from pathlib import Path
+import re
 
 import pytest
 import torch
+from conftest import ROOT, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import devices
 import flops
 from config import MPTConfig, TrainConfig
 from model import MPT
-from program import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 TABLE = ROOT / "bench/results/mpt_single_node_throughput.csv"
 
@@ -111,19 +108,6 @@ def test_all_142_published_rows():
         assert low <= float(row["tflops_per_gpu"]) <= high, row
 
 
-def test_mi250_posts():
-    """166 and 159 TFLOP/s a card are 45.9 and 43.9 % of its 362.
-
-    They are the same share of one of its two torch devices.
-    """
-    gcd = devices.by_name("mi250")
-    for tflops, share in ((166, "45.9%"), (159, "43.9%")):
-        assert f"{tflops / 362:.1%}" == share
-        speed = tflops * 1e12 / flops.train_flops_per_token(mpt("7b"))  # tokens/s a card
-        mfu = flops.mfu(mpt("7b"), speed, gcd.per_card, gcd.bf16_tflops * 1e12)
-        assert mfu == pytest.approx(tflops / 362, rel=3e-4)  # 362.1 a card
-
-
 def test_hfu_of_no_selective_and_full_checkpointing():
     run = (mpt("7b"), 1000, 1, 1e15)
     mfu = flops.mfu(*run)
@@ -156,15 +140,15 @@ def test_conventions_of_one_model():
     assert flops.CONVENTIONS.keys() == once.keys()
     full = TrainConfig(activation_checkpointing="full")
     assert flops.flops_of(cfg, "causal", full) == (once["causal"], 8 * n + 8 * LdS)
+    assert flops.flops_of(cfg, frozen=True)[0] == 4 * n + 12 * LdS  # no gradient of weights
 
 
-@pytest.mark.parametrize("size", ["125m", "7b", "70b"])
-def test_megatrons_formulas(size):
+def test_megatrons_formulas():
     """arXiv 2205.05198, app. A; arXiv 2104.04473, eq. 3, with all blocks computed again."""
-    h, _, n, *_ = SIZES[size]
+    h, _, n, *_ = SIZES["7b"]
     s = 2048
     V = 50368
-    cfg = mpt(size)
+    cfg = mpt("7b")
     once = 72 * n * h**2 * (1 + s / (6 * h) + V / (12 * n * h))
     assert flops.train_flops_per_token(cfg, "megatron") == pytest.approx(once)
     again = 96 * n * h**2 * (1 + s / (6 * h) + V / (16 * n * h))
@@ -172,47 +156,11 @@ def test_megatrons_formulas(size):
     assert flops.flops_of(cfg, "megatron", full)[1] == pytest.approx(again)
 
 
-def test_gpt3_3_14e23_flops():
-    """GPT-3: 300e9 tokens, 6 N D. Its appendix D says 3.14e23, for 174.6e9 parameters."""
-    gpt3 = MPTConfig(d_model=12288, n_heads=96, n_layers=96, max_seq_len=2048, vocab_size=50257)
-    assert f"{flops.n_params(gpt3) / 1e9:.1f}" == "174.6"
-    assert f"{flops.train_flops_per_token(gpt3, '6nd') * 300e9:.2e}" == "3.14e+23"
-
-
-def test_frozen_weights_and_adapters():
-    """Frozen weights have no gradient: 4 N. Attention costs as much as ever.
-
-    An adapter of rank r on a linear layer of i x o has r (i + o) parameters. With adapters every
-    matmul counts, and no other parameter: nothing needs the gradient of the first layer's input.
-    """
-    cfg = mpt("1b")
-    n = SIZES["1b"][3]
-    d = 2048
-    attention = 12 * 24 * d * 2048
-
-    assert flops.flops_of(cfg, frozen=True)[0] == 4 * n + attention
-    lora = TrainConfig(lora_rank=16, lora_targets="Wqkv,down_proj", activation_checkpointing="full")
-    n_lora = 24 * 16 * (d + 3 * d + 4 * d + d)
-    assert flops.n_lora(cfg, lora) == n_lora
-    once, with_recomputed = flops.flops_of(cfg, train=lora)
-    in_matmuls = (24 * 12 * d + 50_368) * d
-    first_input = 2 * d * (3 * d + 16)  # Wqkv's, and its adapter's
-    assert once == 4 * in_matmuls + attention + 6 * n_lora - first_input
-    # Again: the blocks without down_proj's own matmul, and not the logits.
-    blocks = 2 * 24 * (3 + 1 + 4) * d**2
-    assert with_recomputed - once == blocks + attention / 3 + 2 * n_lora
-
-    top = replace(lora, lora_last_blocks=6)  # 18 of 24 blocks: forward only
-    weights = 4 * in_matmuls - 2 * 18 * 12 * d**2
-    share_of_attention = 6 / 24 + 18 / 24 / 3
-    assert (
-        flops.flops_of(cfg, train=top)[0]
-        == weights + attention * share_of_attention + 6 * n_lora / 4 - first_input
-    )
-
-
 def test_a_convention_says_how_the_attention_of_adapters_counts():
-    """All else is one count, whatever weights a convention has: that of the matmuls."""
+    """All else is one count, whatever weights a convention has: that of the matmuls.
+
+    The logits are not computed again: once they were counted twice, 12 to 19 % too much.
+    """
     cfg = mpt("1b")
     l_d_s = 24 * 2048 * 2048
     lora = TrainConfig(lora_rank=16, activation_checkpointing="full")
@@ -278,7 +226,6 @@ THREAD = "--n_params=405e9 --tokens_per_second=34.1 --devices=8 --device=mi300x"
 @pytest.mark.parametrize("flags, mfu, hfu", [
     ("", "0.80%", "0.80%"),
     ("--frozen", "0.53%", "0.53%"),
-    ("--lora_rank=16", "0.53%", "0.53%"),
     ("--frozen --activation_checkpointing=full", "0.53%", "0.80%"),
 ])  # fmt: skip
 def test_the_lora_thread(capsys, flags, mfu, hfu):
@@ -290,17 +237,6 @@ def test_the_lora_thread(capsys, flags, mfu, hfu):
     assert f"{figures['mfu']:.2%} {figures['hfu']:.2%}" == f"{mfu} {hfu}"
     of_table = found(capsys, f"{THREAD} {flags}")  # 1,307.4
     assert f"{of_table['mfu']:.1%}" == f"{figures['mfu']:.1%}"
-
-
-PALM = """--n_params=540.35e9 --n_layers=118 --max_seq_len=2048 --d_model=12288
-    --device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3"""
-
-
-def test_the_size_and_the_attention_of_a_model(capsys):
-    """PaLM, appendix B: 46.2 % with attention, 45.7 % without. 48 heads of 256: 12288."""
-    conventions = found(capsys, PALM)["conventions"]
-    shares = [f"{conventions[name]['mfu']:.1%}" for name in ("foundry", "6nd")]
-    assert shares == ["46.2%", "45.7%"]
 
 
 @pytest.mark.parametrize("rate, words", [
@@ -342,16 +278,12 @@ def test_a_device_without_a_bf16_peak(capsys):
     ("--convention=megatorn", "did you mean 'megatron'"),
     ("--lora_targets=Wqkw --lora_rank=4", "did you mean 'Wqkv'"),
     ("--lora_rank=2 --lora_last_blocks=25", "lora_last_blocks 25 is more than n_layers 24"),
-    ("--devices=0", "devices must be from 1 to 1,000,000"),
     ("--tokens_per_second=-5", "tokens_per_second must be from 1e-06"),
     ("--n_params=1.5", "expected a whole number"),
     ("--n_params=1e9 --vocab_size=64", "vocab_size"),
     ("--n_params=1e9 --d_model=64", "need --n_layers=... --max_seq_len=...$"),
     ("--n_params=1e9 configs/mpt1b.py", "remove configs/mpt1b.py"),
-    ("--n_params=1e9 --recompute_every=2", "needs a model"),
     ("--n_params=1e9 --convention=megatron", "needs a model"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(flags, message):
-    with pytest.raises(UserError, match=message) as error:
-        flops.main(flags.split())
-    assert "\n" not in str(error.value)
+    assert re.search(message, refusal(flops.main, flags.split()))

@@ -1,5 +1,6 @@
 """generate.py: settings, several prompts, interactive use, Hugging Face folders, user errors."""
 
+import functools
 import io
 import json
 import os
@@ -17,21 +18,27 @@ from random_adapters import write_random
 import checkpoint
 import generate as program
 from config import TrainConfig
+from serving import speed
+from storage import checkpoint_files
 from text import tokenizer as tokenizers
 from weights import hf, peft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
+MEASURED = functools.cache(speed.measure_bandwidth)  # else 0.2 s at the end of each program
+
+
+@pytest.fixture
 def run(tiny_run):
     """A run folder of two steps over bytes."""
     return tiny_run
 
 
 @pytest.fixture
-def said(run, capsys):
+def said(run, capsys, monkeypatch):
     """`said(*args)`: what the program prints for the run, with 20 new tokens."""
+    monkeypatch.setattr(speed, "measure_bandwidth", MEASURED)
 
     def say(*args, run=run):
         program.main([str(run), "--max_new_tokens=20", *map(str, args)])
@@ -40,50 +47,41 @@ def said(run, capsys):
     return say
 
 
+def texts(shown: str) -> list[dict]:
+    """What --json shows."""
+    return [json.loads(line) for line in shown.splitlines()]
+
+
 def test_program_is_deterministic_and_knows_the_steps(said, run):
     first = said("--prompt=the river")
     assert first.startswith(f"--- {run}/checkpoints/step-2 ---\nthe river")
     assert len(first.split("\n", 1)[1]) > 15
-    assert said("--prompt=the river") == first != said("--prompt=the river", "--seed=2")
+    assert said("--prompt=the river") == first
     assert "before training" in said("--step=0")
     assert "step-1" in said("--step=1")
 
 
-@pytest.mark.slow
 def test_a_special_token_in_a_prompt(said):
     """End-of-text as an id is what a model reads before a new document."""
-    new_document = said("--prompt=", "--json")
-    as_id = said("--prompt=<|endoftext|>", "--json", "--special_tokens")
-    as_text = said("--prompt=<|endoftext|>", "--json")
-    assert json.loads(as_id)["text"] == json.loads(new_document)["text"]
-    assert json.loads(as_text)["text"] != json.loads(new_document)["text"]
-
-
-def test_an_empty_text_is_explained(said, run, capsys):
-    settings = ["--prompt=the river", "--temperature=0"]
-    text = json.loads(said(*settings, "--json"))["text"]
-    program.main([str(run), *settings, f"--stop={text[0]}"])
-    assert "no text: stop string came first" in capsys.readouterr().err
+    both = ["--prompt=", "--prompt=<|endoftext|>", "--json", "--temperature=0", "--precision=fp32"]
+    new_document, as_id = texts(said(*both, "--special_tokens"))
+    assert as_id["text"] == new_document["text"] != texts(said(*both))[1]["text"]
 
 
 def test_program_takes_many_prompts(said, tmp_path):
     (tmp_path / "prompts.txt").write_text("the river\n\nä tree\n")
     twice = ["--prompt=a", "--prompt=a", "--precision=fp32"]
-    as_json = said(*twice, f"--prompts={tmp_path}/prompts.txt", "--json", "--batch_size=3")
-    texts = [json.loads(line) for line in as_json.splitlines()]
-    assert [text["prompt"] for text in texts] == ["a", "a", "the river", "ä tree"]
-    assert texts[0]["text"] != texts[1]["text"]  # of one prompt
-    assert {text["tokens"] for text in texts} == {20}
-    assert {text["end"] for text in texts} == {"max_new_tokens"}
-
-    shown = said("--prompt=the river", "--precision=fp32").split("\n", 1)[1]
-    assert shown.rstrip("\n") == "the river" + texts[2]["text"].rstrip("\n")
+    found = texts(said(*twice, f"--prompts={tmp_path}/prompts.txt", "--json", "--batch_size=3"))
+    assert [text["prompt"] for text in found] == ["a", "a", "the river", "ä tree"]
+    assert found[0]["text"] != found[1]["text"]  # of one prompt
+    assert {text["tokens"] for text in found} == {20}
+    assert {text["end"] for text in found} == {"max_new_tokens"}
     one_by_one = said("--prompt=the river", *twice, "--json", "--batch_size=1")
-    assert [json.loads(line) for line in one_by_one.splitlines()] == [texts[2], *texts[:2]]
+    assert texts(one_by_one) == [found[2], *found[:2]]
 
     both = said(*twice)
-    assert f"--- 1, max_new_tokens ---\na{texts[0]['text']}\n" in both
-    assert f"\na{texts[1]['text']}\n" in both
+    assert f"--- 1, max_new_tokens ---\na{found[0]['text']}\n" in both
+    assert f"\na{found[1]['text']}\n" in both
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
@@ -96,12 +94,13 @@ def test_json_is_json_whatever_the_terminal_can_show(monkeypatch, encoding):
     assert (shown["prompt"], shown["text"]) == ("ä 😀", "ł")
 
 
-def test_every_flag_of_sampling_changes_the_text(said):
+def test_every_flag_of_sampling_changes_the_text(said, run, capsys):
     river = ["--prompt=the river", "--json", "--precision=fp32"]
-    text = json.loads(said(*river))["text"]
-    changed = "temperature=2 top_k=2 top_p=0.2 max_new_tokens=5 seed=2".split()
-    for flag in [*changed, f"stop={text[5]}"]:
-        assert json.loads(said(*river, f"--{flag}"))["text"] != text, flag
+    (found,) = texts(said(*river))
+    for flag in "temperature=2 top_k=2 top_p=0.2 max_new_tokens=5 seed=2".split():
+        assert texts(said(*river, f"--{flag}")) != [found], flag
+    program.main([str(run), "--prompt=the river", "--precision=fp32", f"--stop={found['text'][0]}"])
+    assert "no text: stop string came first" in capsys.readouterr().err
 
 
 def test_a_prompt_ends_at_a_line_feed_and_nowhere_else(tmp_path):
@@ -115,7 +114,7 @@ def test_a_prompt_ends_at_a_line_feed_and_nowhere_else(tmp_path):
 
 def write_adapters(run, folder) -> tuple[str, str]:
     """Two PEFT folders for the model of a run, of other ranks and layers."""
-    cfg = checkpoint.settings(checkpoint.find(str(run)))
+    cfg = checkpoint_files.read_settings(checkpoint.find(str(run)))
     first = TrainConfig(init_from="any", lora_rank=4)
     second = TrainConfig(init_from="any", lora_rank=2, lora_targets="Wqkv")
     write_random(folder / "a", cfg, first, seed=0)
@@ -125,19 +124,14 @@ def write_adapters(run, folder) -> tuple[str, str]:
 
 def test_each_prompt_may_have_its_adapter(said, run, tmp_path):
     a, b = write_adapters(run, tmp_path)
-    river = ["--prompt=the river"]
+    river = ["--prompt=the river", "--precision=fp32", "--json"]
     adapters = [f"--adapter={path}" for path in (a, "none", b)]
-
-    def texts(*more):
-        return [json.loads(line) for line in said("--precision=fp32", "--json", *more).splitlines()]
-
-    mixed = texts(*river * 3, *adapters)
+    mixed = texts(said(*river, *river[:1] * 2, *adapters))
     assert [text.get("adapter") for text in mixed] == [a, None, b]
     assert len({text["text"] for text in mixed}) == 3
-    assert texts(*river * 3, *adapters, "--batch_size=1") == mixed
-    assert texts(*river) == [mixed[1]]  # each adapter begins with the first seed
-    for_all = texts(*river * 2, adapters[0])
-    assert for_all[0] == mixed[0] != for_all[1]
+    assert texts(said(*river, *river[:1] * 2, *adapters, "--batch_size=1")) == mixed
+    for_all = texts(said(*river, *river[:1], adapters[0]))
+    assert for_all[0] == mixed[0] != for_all[1]  # each adapter begins with the first seed
     assert [text["adapter"] for text in for_all] == [a, a]
 
     shown = said("--prompt=x", "--prompt=y", *adapters[:2])
@@ -159,7 +153,7 @@ def test_a_run_with_adapters_is_one_for_its_base_alone(said, run, tmp_path, caps
     assert f"{tuned} belongs to " in message and "step-1" in message
 
 
-WRONG_ADAPTERS = {
+WRONG = {  # flags, words of the answer
     "--adapter={a} --adapter={b}": "2 adapters for 1 prompts",
     "--prompt=x --adapter=none --adapter={a}": "2 adapters for 1 prompts",
     "--interactive --adapter={a} --adapter={b}": "--interactive writes all texts with one adapter",
@@ -169,20 +163,6 @@ WRONG_ADAPTERS = {
     "--adapter=": "--adapter is empty",
     "--adapter={run}": "holds a whole model, no adapters",
     "--adapter={cut}": "cut/adapter_model.safetensors is truncated or damaged",
-}
-
-
-def test_wrong_adapters_are_answered_in_one_line(run, tmp_path):
-    a, b = write_adapters(run, tmp_path)
-    cut = tmp_path / "cut"
-    shutil.copytree(a, cut)
-    os.truncate(cut / "adapter_model.safetensors", 5000)
-    places = {"a": a, "b": b, "run": run, "cut": cut, "folder": tmp_path}
-    for flags, message in WRONG_ADAPTERS.items():
-        assert message in refusal(program.main, [str(run), *flags.format(**places).split()])
-
-
-WRONG_FLAGS = {
     "--step=9": "step-1, step-2, and 0 is untrained",
     "--top_p=-0.1": "top_p in [0, 1]",
     "--top_k=-1": "top_k must be 0 or more",
@@ -197,11 +177,15 @@ WRONG_FLAGS = {
 }
 
 
-def test_program_answers_mistakes_in_one_line(run, tmp_path):
+def test_mistakes_are_answered_in_one_line(run, tmp_path):
+    a, b = write_adapters(run, tmp_path)
+    cut = tmp_path / "cut"
+    shutil.copytree(a, cut)
+    os.truncate(cut / "adapter_model.safetensors", 5000)
     (tmp_path / "empty").write_text("\n\n")
-    for flags, message in WRONG_FLAGS.items():
-        argv = [str(run), *flags.format(folder=tmp_path).split()]
-        assert message in refusal(program.main, argv)
+    places = {"a": a, "b": b, "run": run, "cut": cut, "folder": tmp_path}
+    for flags, message in WRONG.items():
+        assert message in refusal(program.main, [str(run), *flags.format(**places).split()])
     assert "no checkpoint in" in refusal(program.main, [str(tmp_path)])
     assert "is a file, not a folder: import it first" in refusal(program.main, [__file__])
     assert "usage: python" in refusal(program.main, [str(run), str(run)])
@@ -215,6 +199,7 @@ def test_interactive_goes_line_by_line(said, monkeypatch):
     assert shown.count("the river") >= 2
 
 
+@pytest.mark.slow
 def test_control_c_stops_the_text_and_not_the_program(run):
     flags = ["--interactive", "--max_new_tokens=1000000"]
     command = [sys.executable, str(ROOT / "generate.py"), str(run), *flags]
@@ -232,13 +217,13 @@ def test_control_c_stops_the_text_and_not_the_program(run):
     assert b"tokens/s" in err and b"Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
     exported = tmp_path / "theirs"
     hf.export(str(run), str(exported))
     flags = ["--prompt=the river", "--precision=fp32"]
     expected = said(*flags).splitlines()[1:]
-    for more in ([], ["--tokenizer=bytes"]):  # bytes is also what its config.json says
-        assert said(*flags, *more, run=exported).splitlines()[1:] == expected
+    assert said(*flags, run=exported).splitlines()[1:] == expected
     assert "has no steps" in refusal(said, *flags, "--step=3", run=exported)
     assert "has its tokenizer" in refusal(said, *flags, "--tokenizer=bytes")
     large = tokenizers.Tokenizer("bytes", [b"x"] * 400)

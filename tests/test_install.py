@@ -4,12 +4,13 @@ import functools
 import hashlib
 import http.server
 import os
-import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -19,39 +20,8 @@ FILES = ["Makefile", "install.py", "constraints.txt"]
 FILES += ["requirements.txt", "requirements-dev.txt", "requirements-extra.txt"]
 ROCM = {"torch": "2.9.0+rocm6.4", "pytorch-triton-rocm": "3.5.0"}
 
-TORCH_INIT = """
-import os
-
-class cuda:
-    device_count = lambda: int(os.environ["DEVICES"])
-"""
-TORCHRUN = """
-import subprocess, sys
-
-def main():
-    script = [word for word in sys.argv[1:] if not word.startswith(("--rdzv", "--nproc"))]
-    sys.exit(subprocess.call([sys.executable, *script]))
-
-if __name__ == "__main__":
-    main()
-"""
-PROGRAM = """
-import os, sys
-
-print("ran", [os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-sys.exit("--fail" in sys.argv)
-"""
-TORCH = {
-    "torch/__init__.py": TORCH_INIT,
-    "torch/distributed/__init__.py": "",
-    "torch/distributed/run.py": TORCHRUN,
-}
 # What is in the stand-in of a package; by default only its version.
-CONTENTS = {"torch": TORCH, "pytorch-triton-rocm": {"triton/__init__.py": ""}}
-CONTENTS["pytest"] = {
-    "pytest/__init__.py": "",
-    "pytest/__main__.py": "import sys; print('pytest', sys.argv[1:])",
-}
+CONTENTS = {"pytorch-triton-rocm": {"triton/__init__.py": ""}}
 NEEDS = {"datasets": ["torch", "tqdm"]}  # so that pip considers installing torch
 
 
@@ -63,9 +33,6 @@ def wheel(folder, name, version):
     files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
     wheel_tags = "Generator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\n{wheel_tags}"
-    if name == "torch":
-        script = "[console_scripts]\ntorchrun = torch.distributed.run:main\n"
-        files[f"{info}/entry_points.txt"] = script
     files[f"{info}/RECORD"] = "".join(f"{f},,\n" for f in [*files, f"{info}/RECORD"])
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"{info.removesuffix('.dist-info')}-py3-none-any.whl")
@@ -92,11 +59,9 @@ class Project:
         os.makedirs(self.folder + "/dev")
         for name in FILES:
             shutil.copy(os.path.join(install.ROOT, name), self.folder)
-        for name in ("fsdp_train.py", "lifecycle/plot.py", "generate.py"):
-            self.write(name, PROGRAM)
-        self.venv = pathlib.Path(self.folder, ".venv")
+        self.venv = Path(self.folder, ".venv")
         self.log = self.folder + "/pip.log"
-        self.env = {"PATH": os.environ["PATH"], "HOME": self.folder, "DEVICES": "0"}
+        self.env = {"PATH": os.environ["PATH"], "HOME": self.folder}
         self.env |= {"PYTHONDONTWRITEBYTECODE": "1", "PIP_CONFIG_FILE": os.devnull}
         self.env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels, "PIP_LOG": self.log}
 
@@ -173,7 +138,7 @@ def contents(folder):
 def test_a_torch_that_is_there_is_used_and_stays_as_it_is(project, tmp_path):
     below = python(tmp_path / "rocm", ROCM | {"tqdm": "4.66.0"}, pip=True)
     before = contents(tmp_path / "rocm")
-    project.make("test", python=below)
+    project.make("setup-test", python=below)
     assert contents(tmp_path / "rocm") == before
     expected = ["2.9.0+rocm6.4", "3.5.0", "4.66.0"]
     assert project.versions("torch", "pytorch-triton-rocm", "tqdm") == expected
@@ -235,26 +200,30 @@ def test_your_own_venv_is_used_with_its_torch(project, tmp_path):
     assert project.pip_calls() == 1
 
 
+def test_make_trains_with_a_rank_for_each_gpu_that_divides_the_batch(tmp_path):
+    """Without a GPU with two."""
+    torch = "import os\n\nclass cuda:\n    device_count = lambda: int(os.environ['DEVICES'])\n"
+    (tmp_path / "torch.py").write_text(torch)
+    command = ["make", "--dry-run", "train", "ARGS=--lr=1e-3", f"PY={sys.executable}"]
+    for n_devices, ranks in ((0, 2), (1, 1), (3, 2), (16, 8)):
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": tmp_path, "DEVICES": str(n_devices)}
+        done = subprocess.run(command, cwd=install.ROOT, env=env, capture_output=True, text=True)
+        launch = next(line for line in done.stdout.splitlines() if "torchrun" in line)
+        assert launch.startswith(f"OMP_NUM_THREADS={max(1, os.cpu_count() // ranks)} .venv/bin/")
+        assert launch.endswith(f"--nproc_per_node={ranks} fsdp_train.py configs/demo.py --lr=1e-3")
+
+
 @pytest.mark.slow
-def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, tmp_path):
-    below = python(tmp_path / "below", ROCM)
-    out = project.make("train", "ARGS=--lr=1e-3", python=below)
-    launch = next(line for line in out.splitlines() if "torchrun" in line)
-    threads = max(1, os.cpu_count() // 2)
-    assert launch.startswith(f"OMP_NUM_THREADS={threads} .venv/bin/torchrun ")
-    assert launch.endswith("--nproc_per_node=2 fsdp_train.py configs/demo.py --lr=1e-3")
-    ran = "ran ['fsdp_train.py', 'configs/demo.py', '--lr=1e-3']\n"
-    assert project.run("sh", "-c", launch) == ran
-    programs = [line.split("'")[1] for line in out.splitlines() if line.startswith("ran")]
-    assert programs == ["fsdp_train.py", "lifecycle/plot.py", "generate.py", "generate.py"]
-    assert "--nproc_per_node=2 " in project.make("train", python=below, DEVICES="3")
-    assert "--nproc_per_node=8 " in project.make("train", python=below, DEVICES="16")
-    out = project.make("train", "ARGS=--fail", python=below, status=2)
-    assert out.count("ran ") == 1 and "lifecycle.plot" not in out
-    two_files = "'-n', '2', '--dist', 'loadfile']"
-    quick, slow = (project.make(target, python=below) for target in ("test", "test-all"))
-    assert f"pytest ['-m', 'not slow and not long', {two_files}" in quick
-    assert f"pytest ['-m', 'slow and not long', {two_files}" in slow
+@pytest.mark.parametrize("name", ["Dockerfile.cuda", "Dockerfile.rocm"])
+def test_an_image_installs_over_its_torch_with_the_files_that_it_has_copied(project, rocm, name):
+    dockerfile = Path(install.ROOT, "containers", name).read_text()
+    copied = re.search(r"^COPY (.*) \./$", dockerfile, re.M)[1].split()
+    for file in set(os.listdir(project.folder)) & set(FILES) - set(copied):
+        os.remove(os.path.join(project.folder, file))
+    *_, command = re.findall(r"^RUN (.*)", dockerfile, re.M)
+    project.run("sh", "-c", command, PATH=f"{os.path.dirname(rocm)}:{os.environ['PATH']}")
+    versions = project.versions("torch", "pytorch-triton-rocm", "tiktoken")
+    assert versions == ["2.9.0+rocm6.4", "3.5.0", "0.14.0"]
 
 
 @pytest.mark.slow
@@ -310,19 +279,18 @@ def with_a_python_that_is_gone(project):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda project: project.venv.symlink_to("/gone"),
         lambda project: project.venv.write_text("a name"),
         linked_from_another_checkout,
         with_a_python_that_is_gone,
     ],
-    ids=["link to nothing", "file", "link", "no python"],
+    ids=["file", "link", "no python"],
 )
 def test_a_venv_that_is_not_ours_to_delete_is_one_line(project, make):
     make(project)
-    before = contents(pathlib.Path(project.folder))
+    before = contents(Path(project.folder))
     *_, line = project.run(sys.executable, "install.py", status=2).splitlines()
     assert line.startswith("error: ") and line.endswith("remove .venv, then make again")
-    assert contents(pathlib.Path(project.folder)) == before
+    assert contents(Path(project.folder)) == before
 
 
 def test_a_python_that_is_too_old_is_one_line(project, tmp_path):

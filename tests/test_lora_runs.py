@@ -120,11 +120,6 @@ def rewrite(meta, values) -> None:
     (meta.parent / "checksums.json").write_text(json.dumps(sums))
 
 
-def test_a_path_that_does_not_exist_is_called_so(ranks, runs):
-    words = refused(ranks(1), runs, "--run_dir=new", "--init_from=nope")
-    assert "--init_from=nope does not exist" in words
-
-
 def test_another_base_is_refused(ranks, copy):
     train(ranks(1), copy, "--run_dir=other", "--seed=7")
     shutil.rmtree(copy / "tuned/checkpoints/step-6")

@@ -14,7 +14,7 @@ from loss import IGNORE, linear_cross_entropy, reference_linear_cross_entropy, s
 N, D, V = 53, 16, 211  # tokens, width, vocabulary: chunks and blocks do not divide N and V
 
 
-@pytest.fixture(params=[1, 8, 53, 1000], ids=lambda rows: f"{rows}rows")
+@pytest.fixture(params=[1, 8, 1000], ids=lambda rows: f"{rows}rows")
 def chunk(request, monkeypatch):
     """Chunks of this many tokens, and blocks that do not divide the vocabulary."""
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * request.param)
@@ -60,32 +60,22 @@ def test_a_confident_loss_of_large_logits_keeps_its_digits():
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.double, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("scale", [None, 0.25])
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("scale, z_loss", [(1.0, 0.0), (0.25, 0.1)])
 def test_value_and_gradients_equal_the_formula(chunk, dtype, limit, scale, z_loss):
     x, weight, labels = inputs(dtype)
-    factor = scale or 1.0
-    exact = value_and_gradients(by_hand, x.double(), weight.double(), labels, factor, z_loss)
-    ours = value_and_gradients(linear_cross_entropy, x, weight, labels, scale, z_loss)
-    obvious = value_and_gradients(reference_linear_cross_entropy, x, weight, labels, factor, z_loss)
-    assert_close(ours, exact, limit)
-    assert_close(obvious, exact, limit)
+    more = labels, scale, z_loss
+    exact = value_and_gradients(by_hand, x.double(), weight.double(), *more, incoming=-3.5)
+    for function in (linear_cross_entropy, reference_linear_cross_entropy):
+        assert_close(value_and_gradients(function, x, weight, *more, incoming=-3.5), exact, limit)
 
 
-def test_the_incoming_gradient_scales_the_gradients(chunk):
-    x, weight, labels = inputs()
-    found = value_and_gradients(linear_cross_entropy, x, weight, labels, incoming=-3.5)
-    exact = value_and_gradients(by_hand, x, weight, labels, incoming=-3.5)
-    assert_close(found, exact, 1e-12)
-
-
-@pytest.mark.parametrize("z_loss", [1e-3, 1e-4])
-def test_in_bf16_a_small_z_loss_is_not_rounded_away(z_loss):
+def test_in_bf16_a_small_z_loss_is_not_rounded_away():
     """In bf16, 1 + 2 * z_loss * logsumexp would be 1.
 
     The z-loss's part of the gradient is the difference between the gradients with and without it.
     Measured along the exact part, it is about 1, as in the obvious version.
     """
+    z_loss = 1e-4
     x, weight, labels = inputs(torch.float32)
     x = 0.3 * x.bfloat16().float()
     weight = weight.bfloat16().float()
@@ -228,8 +218,9 @@ def test_scores_have_the_shape_of_the_labels_and_are_fp32_under_autocast():
         assert torch.allclose(scores, exact[:52], atol=0.1)
 
 
-def test_on_a_gpu_scoring_never_waits_for_the_device(chunk, monkeypatch):
+def test_on_a_gpu_scoring_never_waits_for_the_device(monkeypatch):
     """Fake tensors have no values: whatever needs one, such as a boolean mask, raises."""
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 8)
     with FakeTensorMode():
         arguments = torch.ones(N, D), torch.ones(V, D), torch.ones(N, dtype=torch.long), 1.0
         with pytest.raises(DynamicOutputShapeException):

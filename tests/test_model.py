@@ -53,7 +53,7 @@ def relative_error(found, exact):
     "dtype, limit", [(torch.double, 2e-6), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
 )
 @pytest.mark.parametrize(
-    "heads, width, layers, length", [(4, 64, 2, 33), (7, 56, 3, 17), (12, 96, 2, 40), (4, 32, 1, 1)]
+    "heads, width, layers, length", [(4, 64, 2, 33), (7, 56, 3, 17), (4, 32, 1, 1)]
 )
 def test_logits_loss_and_gradients_equal_transformers(heads, width, layers, length, dtype, limit):
     """The limit is 2e-6 in fp64, because transformers' softmax is fp32 even there."""
@@ -219,48 +219,8 @@ def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
     assert relative_error(ours, loss) < limit
     atol = 10 * limit * loss.item()
     for name, p in model.named_parameters():
+        assert p.grad is not None, name
         torch.testing.assert_close(p.grad, weights[name].grad, rtol=0, atol=atol, msg=name)
-
-
-# --- names (sizes: test_flops.py)
-
-
-def test_state_dict_names_and_shapes_are_mpts():
-    shapes = {
-        "transformer.wte.weight": (97, 48),
-        "transformer.wpe.weight": (40, 48),
-        "transformer.blocks.0.norm_1.weight": (48,),
-        "transformer.blocks.0.norm_1.bias": (48,),
-        "transformer.blocks.0.attn.Wqkv.weight": (144, 48),
-        "transformer.blocks.0.attn.Wqkv.bias": (144,),
-        "transformer.blocks.0.attn.out_proj.weight": (48, 48),
-        "transformer.blocks.0.attn.out_proj.bias": (48,),
-        "transformer.blocks.0.norm_2.weight": (48,),
-        "transformer.blocks.0.norm_2.bias": (48,),
-        "transformer.blocks.0.ffn.up_proj.weight": (192, 48),
-        "transformer.blocks.0.ffn.up_proj.bias": (192,),
-        "transformer.blocks.0.ffn.down_proj.weight": (48, 192),
-        "transformer.blocks.0.ffn.down_proj.bias": (48,),
-        "transformer.norm_f.weight": (48,),
-        "transformer.norm_f.bias": (48,),
-    }
-
-    def shapes_with(**options):
-        state = MPT(replace(SMALL, n_layers=1, **options)).state_dict()
-        return {name: tuple(p.shape) for name, p in state.items()}
-
-    assert shapes_with() == shapes
-    without_biases = {n: s for n, s in shapes.items() if not n.endswith("bias") and "wpe" not in n}
-    assert shapes_with(**LIKE_TRANSFORMERS) == without_biases
-    assert shapes_with(tie_word_embeddings=False) == shapes | {"lm_head.weight": (97, 48)}
-
-    attn = "transformer.blocks.0.attn"
-    norms = {f"{attn}.q_ln.weight": (48,), f"{attn}.q_ln.bias": (48,)}
-    norms |= {f"{attn}.k_ln.weight": (16,), f"{attn}.k_ln.bias": (16,)}
-    grouped = shapes_with(qk_ln=True, kv_n_heads=2)
-    assert grouped.keys() == shapes.keys() | norms.keys()
-    assert norms.items() <= grouped.items()
-    assert grouped[f"{attn}.Wqkv.weight"] == (48 + 2 * 16, 48)
 
 
 # --- initial weights
@@ -337,21 +297,10 @@ def test_initial_loss_is_a_little_over_log_v():
 # --- what a token may see, and decoding
 
 
-@pytest.mark.parametrize("options", [dict(), dict(alibi=True), dict(alibi=True, attn_impl="sdpa")])
-def test_a_later_token_changes_no_earlier_logits(options):
-    model = build(replace(SMALL, **options))
-    ids = tokens(SMALL)
-    changed = ids.clone()
-    changed[:, 20] = (changed[:, 20] + 1) % 97
-    before, after = model(ids), model(changed)
-    assert torch.equal(before[:, :20], after[:, :20])
-    assert (before[:, 20:] != after[:, 20:]).any(-1).all()  # it changes all later ones
-
-
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(alibi=True, qk_ln=True), dict(rope=True), dict(rope=True, kv_n_heads=2)],
+    [dict(), dict(alibi=True, qk_ln=True), dict(rope=True, kv_n_heads=2)],
     ids=id_of,
 )
 @torch.no_grad()

@@ -15,25 +15,19 @@ from conftest import ROOT
 from launches import train_in
 
 import checkpoint
-import config
 import generate
 import program
 from bench import compare
 from config import MPTConfig, TrainConfig, from_dict, load
+from data import open_or_prepare
 from evaluation import zero_shot
 from lifecycle import compiling, microbatch, plot, resume, runlog
 from processes import World
-from text.prepare import open_or_prepare, prepare, read_summary
+from text.prepare import prepare, read_summary
 from weights import load as load_weights
 
 OLD = ROOT / "tests" / "old_runs"
 CPU = torch.device("cpu")
-DEFAULTS = {  # settings of the fixture that have their defaults, and why
-    *("emb_pdrop", "attn_pdrop", "resid_pdrop"),  # the masks may differ between machines
-    "rope",  # goes not with alibi
-    *("init_from", "resume"),  # would make it another kind of run
-    "microbatch_size",  # auto found 8, which is the default
-}
 NEAR = {"loss": 1e-5, "val_loss": 1e-5, "val_bits_per_byte": 1e-5, "grad_norm": 1e-4}  # relative
 
 
@@ -82,12 +76,6 @@ def assert_same_rows(found: list[dict], expected: list[dict], exact=True) -> Non
 
 # --------------------------------------------------------------------------------------------------
 # Settings
-
-
-def test_the_fixture_has_other_values_than_the_defaults(old):
-    saved = config.rename_keys(json.loads((old / "run" / "config.json").read_text()))
-    defaults = vars(MPTConfig()) | vars(TrainConfig())
-    assert {name for name, value in saved.items() if value == defaults[name]} == DEFAULTS
 
 
 def test_a_config_file_and_what_was_saved_mean_the_same_as_before(old, capsys):
@@ -213,14 +201,6 @@ def test_a_run_goes_on_as_it_would_have_before(ranks, old, n_ranks, layout, size
     saved = json.loads(Path("run/config.json").read_text())
     assert saved["recompute_every"] == 2 and "checkpoint_every" not in saved
     assert checkpoint.read_meta(Path("run/checkpoints/step-12"))["recompute_every"] == 2
-
-
-@pytest.mark.slow
-def test_with_another_recomputation_the_microbatch_is_chosen_anew(ranks, old):
-    flags = ["settings.py", "--recompute_every=3", "--max_steps=7"]
-    ((status, message, said),) = ranks(1)(train_in, old, flags)
-    assert status == 0, message
-    assert "microbatch 8, not auto: " in said and "planning.memory" in said
 
 
 def test_a_run_is_checked(old, one_process, capsys):

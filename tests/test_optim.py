@@ -31,7 +31,7 @@ def adam_by_hand(p, gradients, rates, cfg):
 def step(p, gradients, cfg, rates):
     """p after the optimizer's steps, with the learning rate set before each, as in training."""
     p = torch.nn.Parameter(p.clone())
-    optimizer = build_optimizer([p], cfg)
+    optimizer = build_optimizer([("p", p)], cfg)
     for g, rate in zip(gradients, rates, strict=True):
         p.grad = g.clone()
         for group in optimizer.param_groups:
@@ -108,7 +108,7 @@ def test_a_rate_that_no_step_would_use_is_refused():
 def test_the_settings_arrive():
     cfg = TrainConfig(lr=0.5, beta1=0.8, beta2=0.9, adam_eps=1e-3, decoupled_weight_decay=0.1)
     matrix, bias = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
-    (group,) = build_optimizer([matrix, bias], cfg).param_groups
+    (group,) = build_optimizer([("matrix", matrix), ("bias", bias)], cfg).param_groups
     assert len(group["params"]) == 2  # all in one group, norms and biases too
     expected = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
     assert expected.items() <= group.items()

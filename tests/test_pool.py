@@ -44,14 +44,6 @@ class Counter:
         return lambda: None
 
 
-@pytest.fixture(params=[2])
-def pool(request):
-    """Of two processes, or as many as the test says."""
-    pool = Pool(request.param, Counter, 3)
-    yield pool
-    pool.stop()
-
-
 def gone(pid):
     """Whether no process has this id."""
     try:
@@ -61,14 +53,18 @@ def gone(pid):
     return False
 
 
-def test_every_process_answers_in_the_order_of_ranks(pool):
+def test_all_answer_in_the_order_of_ranks_until_one_is_killed():
+    pool = Pool(2, Counter, 3)
     assert [answer[:2] for answer in pool(Counter.add, 4)] == [(7, 0), (7, 1)]
     assert "RANK" not in os.environ  # ours are left alone
+    os.kill(pool.processes[1].pid, signal.SIGKILL)
+    with pytest.raises(PoolError, match="killed"):
+        pool(Counter.add, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pool, call, message",
+    "size, call, message",
     [
         (2, (Counter.die, 1), "killed"),
         (1, (Counter.leave,), "status 7"),
@@ -76,9 +72,9 @@ def test_every_process_answers_in_the_order_of_ranks(pool):
         (1, (Counter.read,), "EOFError: the file is cut off"),
         (1, (Counter.unreadable,), "pickle"),
     ],
-    indirect=["pool"],
 )
-def test_when_one_fails_all_end_and_the_error_says_why(pool, call, message):
+def test_when_one_fails_all_end_and_the_error_says_why(size, call, message):
+    pool = Pool(size, Counter, 3)
     pids = [pid for _, _, pid in pool(Counter.add, 0)]
     with pytest.raises(PoolError, match=message):
         pool(*call)
@@ -87,15 +83,9 @@ def test_when_one_fails_all_end_and_the_error_says_why(pool, call, message):
         pool(Counter.add, 0)
 
 
-def test_one_that_is_killed_between_calls_or_cannot_start_is_an_error(pool):
-    os.kill(pool.processes[1].pid, signal.SIGKILL)
-    with pytest.raises(PoolError, match="killed"):
-        pool(Counter.add, 0)
+def test_one_that_cannot_start_or_does_not_answer_is_an_error():
     with pytest.raises(PoolError, match="TypeError"):
-        Pool(1, Counter)(Counter.add, 0)
-
-
-def test_an_answer_may_be_waited_for_so_long_and_no_longer():
+        Pool(1, list, 1)(list)
     slow = Pool(1, float, 600)
     with pytest.raises(PoolError, match="no answer in 0.5 s"):
         slow(time.sleep, patience=0.5)

@@ -53,11 +53,10 @@ def meet(connect, pool, rank, size, seconds=30):
     return pool.submit(rendezvous.meet, connect(), rank, size, seconds)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
-def test_each_start_gets_one_new_name(connect, pool, order):
+def test_each_start_gets_one_new_name(connect, pool):
     """In one store, three starts of four ranks, which come one after the other."""
     names = []
-    for _ in range(3):
+    for order in [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]:
         waiting = []
         for rank in order:
             waiting.append(meet(connect, pool, rank, 4))
@@ -418,8 +417,7 @@ def gpus(monkeypatch):
 
 # The last: srun shows each rank its own.
 @pytest.mark.parametrize(
-    "count, local_rank, local_size, index",
-    [(1, 0, 1, 0), (8, 0, 1, 0), (8, 5, 8, 5), (8, 3, 4, 3), (1, 5, 8, 0)],
+    "count, local_rank, local_size, index", [(8, 0, 1, 0), (8, 3, 4, 3), (1, 5, 8, 0)]
 )
 def test_each_rank_takes_its_gpu(gpus, count, local_rank, local_size, index):
     gpus(count)
@@ -427,9 +425,7 @@ def test_each_rank_takes_its_gpu(gpus, count, local_rank, local_size, index):
     assert device == torch.device("cuda", index)
 
 
-@pytest.mark.parametrize(
-    "count, local_rank, local_size", [(2, 0, 3), (2, 2, 3), (4, 7, 8), (2, 3, 1)]
-)
+@pytest.mark.parametrize("count, local_rank, local_size", [(2, 0, 3), (2, 2, 3), (2, 3, 1)])
 def test_more_ranks_than_gpus_are_a_mistake(gpus, count, local_rank, local_size):
     """Also for the ranks that would have one of their own, so that rank 0 says it."""
     gpus(count)

@@ -64,8 +64,6 @@ SMALL_RUN = (
 SMALL = SMALL_MODEL + SMALL_DATA + SMALL_RUN
 SMALL_BENCH = {
     "train": [*SMALL_MODEL, "--n_layers=1", "--rounds=1", "--steps=1"],
-    "beside": [*SMALL_MODEL, "--n_layers=1", "--rounds=1", "--steps=1"],
-    "machine": ["--seconds=0.01"],
 }
 
 
@@ -174,8 +172,8 @@ def export_small_model(folder) -> None:
     (folder / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
 
 
-# Commands without torch, which need no run, and the first run on one's own text.
-QUICK = ("plan.py", "planning.", "flops.py", "--dataset='my/*.txt'")
+# Commands without torch, which need no run.
+QUICK = ("plan.py", "planning.", "flops.py")
 
 
 # Commands that are tested elsewhere, or cannot run here.
@@ -210,6 +208,8 @@ ELSEWHERE = {
     "python -m bench serve --shapes=2048x24 --engine=32": "tests/bench/test_bench_serve.py",
     BENCH_TRAIN: "the fixture `runs`",
     "python -m bench attention": "tests/bench/test_bench_attention.py",
+    "python -m bench beside": "tests/bench/test_bench_beside.py",
+    "torchrun --nproc_per_node 2 -m bench machine": "tests/bench/test_bench_machine.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
     "python -m planning.calibrate results.csv machine.json": "it refuses a CPU",
     "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "it ends with an error, on purpose",
@@ -238,6 +238,7 @@ OF_FOLDERS = sorted(
     for command in commands_in(command_lines(FOLDER_PAGES)) - {*COMMANDS, *ELSEWHERE}
     if command.split()[0] in RUN_HERE
 )
+LONG = "python -m gpu_kernels.flash_attention"  # in the interpreter
 
 
 @pytest.mark.parametrize("command", QUICK_PROGRAMS)
@@ -254,7 +255,9 @@ def test_command(command, perform, copy, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", OF_FOLDERS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=[pytest.mark.long] * (c == LONG)) for c in OF_FOLDERS]
+)
 def test_command_of_a_folders_page(command, perform, runs):
     for word, in_the_copy in STANDS_FOR.items():
         command = command.replace(word, in_the_copy)
@@ -282,44 +285,49 @@ def test_the_benchmark_of_the_server(perform):
     assert "engine, 2 rows" in perform("python -m bench serve --texts=2 --turns=1 --rows=2")
 
 
-def test_the_chat_prompt_of_a_page_is_what_training_reads():
+def test_the_flags_of_finetuning_are_settings_and_its_prompt_is_what_training_reads():
     """Bash makes line breaks of its \\n, and the text is ChatML's, up to the answer."""
-    lines = commands_in(command_lines((ROOT / "lessons/finetuning.md").read_text()))
-    (command,) = [line for line in lines if "<|im_start|>" in line]
+    page = (ROOT / "lessons/finetuning.md").read_text()
+    flags = shlex.split("".join(re.findall(r"^    (--.*\n)", page, re.MULTILINE)))
+    for name in ("demo", "mpt1b", "mpt7b_mi250"):
+        _, cfg = load([str(ROOT / f"configs/{name}.py"), *flags], MPTConfig, TrainConfig)
+        assert (cfg.lora_rank, cfg.data_format, cfg.init_from) == (8, "chat", "runs/NAME")
+    (command,) = [c for c in commands_in(command_lines(page)) if "<|im_start|>" in c]
     words = dict(word.split("=", 1) for word in words_of(command) if "=" in word)
     messages = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "4"}]
     (turn,) = chat.turns_of({"messages": messages}, chat.load_template(""))
-    assert words["--prompt"] == turn.read
-    assert turn.written == "4" + words["--stop"] + "\n"
+    assert words["--prompt"] == turn.read and turn.written == "4" + words["--stop"] + "\n"
 
 
-@pytest.mark.parametrize("name", ["demo", "mpt1b", "mpt7b_mi250"])
-def test_the_flags_of_finetuning_fit_the_config_of_a_base(name):
-    page = (ROOT / "lessons/finetuning.md").read_text()
-    flags = shlex.split("".join(re.findall(r"^    (--.*\n)", page, re.MULTILINE)))
-    path = str(ROOT / f"configs/{name}.py")
-    _, cfg = load([path, *flags], MPTConfig, TrainConfig)
-    assert cfg.lora_rank == 8 and cfg.data_format == "chat" and cfg.init_from == "runs/NAME"
+def test_a_command_names_configs_targets_and_scripts_that_exist():
+    """What runs is tested above, and the scripts of sbatch in test_slurm_scripts.py."""
+    configs = set(re.findall(r"configs/\w+\.py", " ".join([*COMMANDS, *OF_FOLDERS])))
+    assert not [name for name in configs if not (ROOT / name).exists()]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in set(COMMANDS) - set(PROGRAMS) - set(ELSEWHERE):
+        if command.startswith("make "):
+            assert command.split()[1] in targets, command
+            continue
+        form = r"sbatch --nodes=\d+ (?:--signal=\S+ )?(slurm/\S+) configs/\S+.*"
+        assert (ROOT / re.fullmatch(form, command)[1]).exists()
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sbatch")])
-def test_slurm_script_parses_and_its_config_exists(command):
-    form = r"sbatch --nodes=\d+ (?:--signal=\S+ )?(slurm/\S+) (configs/\S+).*"
-    script, config = re.fullmatch(form, command).groups()
-    assert (ROOT / config).exists()
-    subprocess.run(["bash", "-n", ROOT / script], check=True)
-    named = re.findall(r"configs/\w+\.py", (ROOT / script).read_text())
-    assert named and all((ROOT / name).exists() for name in named)
+OF_OTHERS = {"pip", "venv", "ensurepip", "pytest", "gpu", "torch.distributed.run"}
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
-def test_make_knows_the_target(command):
-    target = command.split()[1]
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
-def test_every_command_is_of_a_kind_that_is_tested():
-    assert {c.split()[0] for c in COMMANDS} <= {"python", "torchrun", "sbatch", "make"}
+def test_every_program_that_the_source_names_is_there():
+    """As in messages, which say what to run."""
+    missing = []
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")]:
+        if path.parent.name == "tests":
+            continue
+        source = path.read_text(encoding="utf-8")
+        modules = set(re.findall(r"-m (bench [a-z]\w*|[a-z][\w.]*\w)", source)) - OF_OTHERS
+        places = {ROOT / module.replace(" ", "/").replace(".", "/") for module in modules}
+        missing += [p for p in places if not p.is_dir() and not p.with_suffix(".py").exists()]
+        names = re.findall(r"(?:python|per_node[ =]\d+) ([\w/]+\.py)", source)
+        missing += [ROOT / name for name in names if not (ROOT / name).exists()]
+    assert not missing
 
 
 # --- The form of README.md
@@ -341,15 +349,13 @@ def test_the_readme_begins_with_the_two_commands():
 
 
 def test_the_tree_in_the_readme_lists_every_file_of_the_root_and_every_folder():
+    """And there is a link to the page of each folder."""
     (tree,) = re.findall(r"```\n(nano\.py.*?)```", README, re.DOTALL)
     listed = set(re.findall(r"^(\w+(?:\.py|/))", tree, re.MULTILINE)) | {"tests/"}
     files = {path.name for path in ROOT.glob("*.py")}
     folders = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
     assert listed == files | folders | {"configs/", "slurm/", "tests/"}
-
-
-def test_the_readme_links_to_the_page_of_every_folder():
-    pages = {f"{path.parent.name}/README.md" for path in ROOT.glob("*/__init__.py")}
+    pages = {f"{folder}README.md" for folder in folders}
     assert pages <= set(re.findall(r"\]\(([\w./]+)\)", README))
 
 

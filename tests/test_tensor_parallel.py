@@ -1,4 +1,4 @@
-"""tensor_parallel.py on real gloo ranks: parts of a whole, what goes over the wire, dropout.
+"""tensor_parallel.py on real gloo ranks: the loss, what goes over the wire, dropout.
 
 That training is the same is in test_layouts.py, checkpoints in test_resharding.py.
 """
@@ -10,47 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import slowly
 from layouts import MODEL, RUN, build, rows_of_step, take_steps
 
 import parallel
-from model import MPT, Positions
+from model import Positions
 from program import UserError
-from tensor_parallel import Layout
-
-# --- Parts of a whole
-
-
-VARIANTS = [
-    {},
-    {"kv_n_heads": 1, "qk_ln": True},
-    {"tie_word_embeddings": False, "alibi": False, "no_bias": False, "expansion_ratio": 3},
-]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("changes", VARIANTS)
-def test_the_parts_of_all_ranks_are_the_whole(changes, tp):
-    model_cfg = replace(MODEL, **changes)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in MPT(model_cfg).named_parameters()}
-    for name, shape in shapes.items():
-        whole = torch.arange(shape.numel()).view(shape)
-        n_ranks = torch.zeros(shape, dtype=torch.long)  # that have an element
-        is_shared = torch.zeros(shape, dtype=torch.bool)
-        counted = 0
-        for rank in range(tp):
-            layout = Layout(model_cfg, rank, tp)
-            part = layout.take(name, whole)
-            assert layout.whole_shape(name, part.shape) == shape
-            counted += sum(view.sum() for view in layout.counted(name, part))
-            for corner, piece in layout.pieces(name, part):
-                place = tuple(slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True))
-                assert torch.equal(whole[place], piece)
-                n_ranks[place] += 1
-                is_shared[place] = layout.is_shared(name, corner)
-        assert torch.equal(n_ranks, torch.where(is_shared, tp, 1)), name
-        assert counted == whole.sum(), name  # each element once
-
 
 # --- Chunks of the loss
 
@@ -171,7 +136,7 @@ def evaluated(_, cfg, model_cfg):
         return logits, model(ids, labels=labels), *model(ids, labels=labels, score=True)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, slowly(4)])
 def test_logits_and_scores_are_those_of_one_process(ranks, size):
     ((logits, loss, log_probs, greedy),) = ranks(1)(evaluated, RUN, MODEL)
     cfg = replace(RUN, tp=size, sequence_parallel=True)  # 13 tokens do not divide

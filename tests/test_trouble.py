@@ -1,7 +1,9 @@
 """What TROUBLE.md advises is done for real, on a small run. Its commands: test_readme.py."""
 
 import os
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from conftest import ROOT, flags_for
 from launches import SIZE, steps_of
 
 import checkpoint
+import program
 from program import UserError
 from weights import load, peft
 
@@ -74,3 +77,10 @@ def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(train, tmp_p
     printed = train("--init_from=runs/base", *adapters, "--max_steps=4", status=2)
     assert printed.endswith(f"{place} set --init_from to them\n")
     train(step_2, *adapters, "--max_steps=4")
+
+
+def test_a_command_in_a_message_is_words_of_a_shell():
+    """Quoted only where a shell needs it."""
+    command = program.shell("runs/demo", Path("a b"), "--prompt=def $x")
+    assert command == "runs/demo 'a b' '--prompt=def $x'"
+    assert shlex.split(program.shell("it's")) == ["it's"]

@@ -107,15 +107,6 @@ class IndexedShard:
 # The index
 
 
-def is_index(path: str) -> bool:
-    """Is this an index of MDS shards? It says so, or shards lie beside it."""
-    path = Path(path)
-    if path.name != "index.json" or not path.is_file():
-        return False
-    with files.open_regular(path) as file:
-        return b'"shards"' in file.read(100) or any(path.parent.glob("*.mds*"))
-
-
 def shards(indexes: list[str]) -> list[IndexedShard]:
     """The shards of all indexes in order, each once.
 

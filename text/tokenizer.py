@@ -32,7 +32,6 @@ import hashlib
 import heapq
 import itertools
 import json
-import os
 import re
 import sysconfig
 import time
@@ -46,6 +45,7 @@ import tiktoken
 
 from program import EXTRA, UserError, arguments, one_line, require, run
 from storage import files
+from text.sources import canonical
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -355,25 +355,6 @@ def fingerprint(split: str, tokens: list[bytes]) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # Loading by name
-
-
-def canonical(name: str) -> str:
-    """The full name of a tokenizer: `bpe` is `bpe-4096`. UserError if there is none."""
-    if name in ("gpt2", "bytes") or name.endswith(".json"):
-        return name
-    if name == "bpe":
-        return "bpe-4096"
-    match = re.fullmatch(r"bpe-([0-9]{1,9})", name)
-    is_folder = not match and os.path.isdir(name)
-    require(not is_folder, f"tokenizer {name!r} is a folder: name the tokenizer.json in it")
-    require(
-        match,
-        f"unknown tokenizer {name!r}; choices: gpt2, bytes, bpe-N (as in bpe-4096), "
-        "a tokenizer.json",
-    )
-    size = int(match[1])
-    require(size > 256, f"{name} has no room for 256 bytes and end-of-text: take bpe-257 or more")
-    return f"bpe-{size}"
 
 
 def load(name: str, path: str | None = None) -> Tokenizer | HuggingFaceTokenizer:

@@ -16,6 +16,7 @@ import checkpoint
 import lora
 from config import MPTConfig, TrainConfig
 from program import require
+from storage import checkpoint_files
 from storage.checkpoint_files import read_metadata, require_weights
 
 
@@ -46,10 +47,10 @@ def of_run(path) -> Adapter:
     """
     found = checkpoint.find(str(path))
     checkpoint.require_sound(found)
-    settings = checkpoint.adapter_settings(found)
+    settings = checkpoint_files.read_adapter_settings(found)
     require(settings, f"{found} holds a whole model, no adapters")
     metadata = read_metadata(found)
-    trained = lora.trained_weights(checkpoint.settings(found), settings)
+    trained = lora.trained_weights(checkpoint_files.read_settings(found), settings)
     require_weights(found, metadata, trained)
     tensors = {name: torch.empty_like(t, device="cpu") for name, t in trained.items()}
     checkpoint.fill(found, {"model": tensors}, metadata)

@@ -29,7 +29,7 @@ from lora import is_adapter
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, require
-from storage import files
+from storage import checkpoint_files, files
 from storage.checkpoint_files import Writer, read_metadata, reason_of
 from tensor_parallel import Team, cut, layout_of
 from text import tokenizer as tokenizers
@@ -181,8 +181,8 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
         path = checkpoint.find(str(source))
         checkpoint.require_sound(path)
         fix = f"python -m weights.peft export {program.shell(source, folder)}, or merge them first"
-        require(not checkpoint.adapter_settings(path), f"{source} holds adapters: {fix}")
-        cfg = checkpoint.settings(path)
+        require(not checkpoint_files.read_adapter_settings(path), f"{source} holds adapters: {fix}")
+        cfg = checkpoint_files.read_settings(path)
         metadata = read_metadata(path)
         tensors = weights_of(metadata)  # on the meta device
     check_format(tensors)

@@ -39,10 +39,10 @@ import torch
 import config
 import program
 from attention import function_of
-from checkpoint import norm_of
 from config import MPTConfig
 from program import UserError, require, say_once
 from storage import files
+from weights.same_model import norm_of
 from weights.tensor_files import nested, read_pickle
 
 MODEL_KEYS = """

@@ -26,8 +26,8 @@ import program
 from program import UserError, require, say_once
 from storage import files
 from storage.files import require_no_link, shown
+from text import sources, tokenizer_json
 from text import tokenizer as tokenizers
-from text import tokenizer_json
 from text.tokenizer_json import MERGES, VOCABULARY, read_if_there
 from weights.hf_config import foreign_settings
 from weights.tensor_files import nested, read_pickle
@@ -70,7 +70,7 @@ def name_of(source: Path) -> str:
     problem = why_unreadable(source, settings, named)
     fix = "--tokenizer=gpt2 would load, but its ids stand for other words in this model"
     require(not problem, f"{source} {problem}: put its {TOKENIZER} there ({fix})")
-    return tokenizers.canonical(named or "gpt2")
+    return sources.canonical(named or "gpt2")
 
 
 def is_ours(name: str, folder: Path) -> bool:
@@ -98,7 +98,7 @@ def why_unreadable(source: Path, settings: dict, named: str) -> str:
     if named:
         with suppress(UserError):
             require(not named.endswith(".json"), "a path is never followed")
-            tokenizers.canonical(named)
+            sources.canonical(named)
             return ""
         return f"was trained with the tokenizer {program.one_line(named)}"
 

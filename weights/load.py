@@ -31,16 +31,18 @@ import lora
 import parallel
 import tensor_parallel
 from attention import function_of
-from checkpoint import different_functions
 from config import MPTConfig, TrainConfig
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, arguments, require, run, say_once, shell
+from storage import checkpoint_files
 from storage.checkpoint_files import checksum, read_checksums, read_metadata, require_weights
 from tensor_parallel import Team, layout_of
+from text import sources
 from text import tokenizer as tokenizers
 from weights import hf, hf_tokenizer
 from weights.adapters import Adapter, check_fits, of_run
+from weights.same_model import different_functions
 
 MERGE_FROM = "run python -m weights.peft merge RUN OUT --init_from=PATH"
 
@@ -67,7 +69,7 @@ def settings_of(path) -> MPTConfig:
     """
     path = Path(path)
     if is_run(path):
-        return checkpoint.settings(checkpoint.find(str(path)))
+        return checkpoint_files.read_settings(checkpoint.find(str(path)))
     return hf.settings_of(path)
 
 
@@ -82,13 +84,13 @@ def load_model(
     is a process group, every rank calls it. Raises UserError if the checkpoint is damaged.
     """
     checkpoint.require_sound(path)
-    if checkpoint.adapter_settings(path):
+    if checkpoint_files.read_adapter_settings(path):
         model = load_adapted(path, device, team)
         if in_fp32:
             model.float()
         lora.merge(model)
         return model
-    cfg = checkpoint.settings(path)
+    cfg = checkpoint_files.read_settings(path)
     metadata = rank_zero_decides(lambda: read_metadata(path))
     model = without_memory(cfg)
     require_weights(path, metadata, model.state_dict())  # before memory is allocated
@@ -115,7 +117,7 @@ def load_adapted(path: Path, device: torch.device, team: Team | None = None, bas
     """
     adapter = of_run(path)
     place = base_at(path, base)
-    return with_adapter(place, checkpoint.settings(path), adapter, device, team)
+    return with_adapter(place, checkpoint_files.read_settings(path), adapter, device, team)
 
 
 @torch.no_grad()
@@ -155,7 +157,7 @@ def dtype_of(base: Path, model: MPT) -> torch.dtype:
 
 def base_at(path: Path, moved_to: str = "") -> Path:
     """Where the base of a checkpoint of adapters is: see `base_of`. A collective."""
-    init_from = moved_to or checkpoint.adapter_settings(path).init_from
+    init_from = moved_to or checkpoint_files.read_adapter_settings(path).init_from
     meta = checkpoint.read_meta(path)
     return Path(rank_zero_decides(lambda: base_of(init_from, meta))["base"])
 
@@ -255,7 +257,7 @@ def load_from_run(found: Path, step: int | None, device, team: Team | None, in_f
             f"no checkpoint of step {step} in {found.parent}: "
             f"there are {existing}, and 0 is untrained",
         )
-    is_base = untrained and checkpoint.adapter_settings(found)
+    is_base = untrained and checkpoint_files.read_adapter_settings(found)
     source = base_at(found) if is_base else found
     # This checks the checkpoint, so it comes first.
     if is_run(source):
@@ -313,7 +315,7 @@ def check_init_from(cfg: TrainConfig, model_cfg: MPTConfig) -> None:
 def check_same_model(path, cfg: MPTConfig) -> None:
     """UserError naming the settings at `path` that give other weight shapes or logits than cfg."""
     if is_run(Path(path)):
-        holds_adapters = checkpoint.adapter_settings(checkpoint.find(str(path)))
+        holds_adapters = checkpoint_files.read_adapter_settings(checkpoint.find(str(path)))
         fix = f"merge them first: python -m weights.peft merge {shell(path)} runs/merged"
         require(not holds_adapters, f"{path} holds adapters, not a whole model: {fix}")
     differences = different_functions(settings_of(path), cfg)
@@ -360,7 +362,7 @@ def check_same_tokenizer(path, name: str, file) -> None:
         return
     their_name, their_file = tokenizer_of(Path(path))
     # There is only one gpt2 and one bytes. Others may differ under the same name.
-    same_ids = their_name in ("gpt2", "bytes") and their_name == tokenizers.canonical(name)
+    same_ids = their_name in ("gpt2", "bytes") and their_name == sources.canonical(name)
     if not same_ids:
         theirs = tokenizers.load(their_name, their_file)
         same_ids = theirs.fingerprint == tokenizers.load(name, file).fingerprint
@@ -380,7 +382,7 @@ def demonstrate(argv) -> None:
     if is_run(found):
         meta = checkpoint.read_meta(found)
         kind = f"a checkpoint of this project, step {meta['step']}"
-        if settings := checkpoint.adapter_settings(found):
+        if settings := checkpoint_files.read_adapter_settings(found):
             kind += f": adapters of rank {settings.lora_rank} on {meta['base']}"
     name, file = tokenizer_of(found)
     n_params = sum(param.numel() for param in without_memory(cfg).parameters())

@@ -308,7 +308,7 @@ def state_at_start(cfg: MPTConfig, settings: TrainConfig, adapter: Adapter) -> d
         values = adapter.tensors[name].float()
         setattr(model.get_submodule(layer), factor, torch.nn.Parameter(values))
     adapters = lora.adapters_of(model)
-    state = checkpoint.state_of(model, optim.build_optimizer(adapters.values(), settings))
+    state = checkpoint.state_of(model, optim.build_optimizer(adapters.items(), settings))
     for key, value in state["optim"].items():
         if key.startswith("state."):
             value.zero_()  # PyTorch has counted one step, to make the state

@@ -1,11 +1,7 @@
 """bench/beside.py: the programs do the same work in turns; one that fails is dropped."""
 
-import subprocess
-import sys
-
 import pytest
-import torch
-from conftest import ROOT, clean_environment
+from conftest import refusal
 
 from bench import beside
 from config import MPTConfig
@@ -54,46 +50,27 @@ def test_a_ratio_is_the_median_over_rounds():
     assert second.split() == ["b", "fp32", "4.000", "2.00", "0.50"]
 
 
-@pytest.mark.parametrize("loss, agrees", [(3.00005, True), (3.001, False)])
-def test_the_same_work_has_the_same_loss(loss, agrees):
-    pools = {beside.FIRST: Turns(3.0), beside.SAME_WORK: Turns(loss), "another": Turns(9.0)}
-    args = beside.BesideArgs(rounds=2)
-    if agrees:
-        turn = {beside.FIRST: 3.0, beside.SAME_WORK: loss, "another": 9.0}
-        assert beside.measure(pools, args) == [turn, turn]
-    else:
-        with pytest.raises(UserError, match="not the same work"):
-            beside.measure(pools, args)
-
-
-def test_the_plain_model_has_gpt2s_weights_and_learns():
+def test_the_plain_model_has_gpt2s_weights():
+    """wte and wpe, two layers with two norms, the last norm."""
     m = MPTConfig(d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=16, no_bias=True)
-    torch.manual_seed(0)
-    model = beside.PlainGPT2(m)
-    # wte and wpe, two layers with two norms, the last norm
-    assert sum(p.numel() for p in model.parameters()) == 80 * 32 + 2 * (12 * 32**2 + 2 * 32) + 32
+    n_params = sum(p.numel() for p in beside.PlainGPT2(m).parameters())
+    assert n_params == 80 * 32 + 2 * (12 * 32**2 + 2 * 32) + 32
 
-    ids = torch.randint(64, (4, 17))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        logits = model(ids[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[0] == pytest.approx(4.16, abs=0.3)  # ln 64
-    assert losses[-1] < 1
+
+def test_the_same_work_has_the_same_loss():
+    """Of `another` it may be any."""
+    pools = {beside.FIRST: Turns(3.0), beside.SAME_WORK: Turns(3.00005), "another": Turns(9.0)}
+    assert len(beside.measure(pools, beside.BesideArgs(rounds=2))) == 2
+    pools[beside.SAME_WORK] = Turns(3.001)
+    with pytest.raises(UserError, match="not the same work"):
+        beside.measure(pools, beside.BesideArgs(rounds=2))
 
 
 @pytest.mark.slow
-def test_the_programs_take_turns():
+def test_the_programs_take_turns(python):
+    """With as many of the same weights: the losses of the first two are compared."""
     pytest.importorskip("transformers")
-    command = [sys.executable, "-m", "bench", "beside", *TINY]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=600
-    )
+    done = python(*TINY, program="bench beside")
     assert done.returncode == 0, done.stderr[-2000:]
     names = [line for line in done.stdout.splitlines() if line.startswith(beside.PROGRAMS)]
     assert len(names) == len(beside.PROGRAMS) and " 1.00 " in names[0], done.stdout + done.stderr
@@ -101,6 +78,4 @@ def test_the_programs_take_turns():
 
 @pytest.mark.parametrize("words", ["trian", "--rounds=0", "--d_modle=8"])
 def test_a_wrong_command_is_one_line(words):
-    with pytest.raises(UserError) as error:
-        beside.main(words.split())
-    assert "\n" not in str(error.value)
+    refusal(beside.main, words.split())

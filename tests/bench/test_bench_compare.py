@@ -1,12 +1,9 @@
-"""bench/compare.py: rows of `bench train`, figures worked out by hand; slurm/scaling.sbatch."""
+"""bench/compare.py: rows of `bench train`, figures worked out by hand."""
 
 import csv
-import os
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import refusal
 
 from bench import compare
 from program import UserError
@@ -188,109 +185,10 @@ ERRORS = {
     "other.csv": "no column activation_checkpointing",
     "failed.csv": "failed.csv has no row with status ok",
     "broken.csv": "broken.csv, line 3: tokens_per_second_device",
-    "a.csv --ouf=x": "usage: ",
     "a.csv a.csv": "usage: ",
 }
 
 
 @pytest.mark.parametrize("command", ERRORS)
 def test_an_error_is_one_line(command, folder):
-    with pytest.raises(UserError) as error:
-        compare.main(command.split())
-    assert ERRORS[command] in str(error.value) and "\n" not in str(error.value)
-
-
-# --- slurm/scaling.sbatch
-
-# Fake programs: srun starts one task; `bench train` writes a row whose speed falls by a tenth with
-# each doubling of the nodes. config.py and `bench compare` are real.
-SRUN = """#!/usr/bin/env bash
-echo "$@" >> srun.log
-while [[ $1 == --* ]]; do shift; done
-exec "$@"
-"""
-SCONTROL = """#!/usr/bin/env bash
-[[ "$*" == "show hostnames node[1-4]" ]] && printf 'node%s\\n' 1 2 3 4
-"""
-PYTHON = """#!/usr/bin/env bash
-export PYTHONPATH=%s
-[[ $1 == -m ]] || set -- "$PYTHONPATH/$1" "${@:2}"
-exec %s "$@"
-"""
-TORCHRUN = """#!%s
-import csv, math, os, sys
-setting = dict(a.lstrip("-").split("=") for a in sys.argv if "=" in a)
-nodes, batch = int(sys.argv[sys.argv.index("--nnodes") + 1]), int(setting["global_batch_size"])
-if os.environ.get("FAILS") == str(batch):
-    sys.exit(1)
-row = %r
-row |= {"nodes": nodes, "ranks": 8 * nodes, "global_batch_size": batch}
-row["tokens_per_second_device"] = 10000 * 0.9 ** math.log2(nodes)
-new = not os.path.exists(setting["out"])
-with open(setting["out"], "a", newline="") as file:
-    table = csv.DictWriter(file, list(row))
-    if new:
-        table.writeheader()
-    table.writerow(row)
-"""
-
-
-def submit(folder, *args, **environment):
-    """Run the script in `folder` as SLURM does on 4 nodes.
-
-    Returns the finished process, and the arguments of each call of srun, a line each.
-    """
-    (folder / ".venv/bin").mkdir(parents=True)
-    programs = {
-        "srun": SRUN,
-        "scontrol": SCONTROL,
-        ".venv/bin/python": PYTHON % (ROOT, sys.executable),
-        ".venv/bin/torchrun": TORCHRUN % (sys.executable, H100),
-    }
-    for name, text in programs.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    (folder / "slurm").symlink_to(ROOT / "slurm")
-    slurm = {
-        "SLURM_NNODES": "4",
-        "SLURM_JOB_NODELIST": "node[1-4]",
-        "SLURM_JOB_ID": "7",
-        "SLURM_CPUS_PER_TASK": "64",
-        "PATH": f"{folder}:{os.environ['PATH']}",
-    }
-    env = clean_environment() | slurm | environment
-    command = ["bash", ROOT / "slurm/scaling.sbatch", *args]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
-    log = folder / "srun.log"
-    return done, log.read_text().splitlines() if log.exists() else []
-
-
-def word(line, name):
-    """The value of `--name=value` or `--name value` in a command."""
-    return line.replace("=", " ").split(f"--{name} ")[-1].split()[0]
-
-
-def test_slurm_script_times_every_size_and_a_failed_one_costs_no_other(tmp_path):
-    """Flags of bench's own do not keep the script from reading the batch."""
-    flags = ["--sharding=ZERO1", "--global_batch_size=256", "--rounds=3"]
-    done, lines = submit(tmp_path, str(ROOT / "configs/mpt1b.py"), *flags, FAILS="1024")
-    assert done.returncode == 1 and "failed: 4 nodes, global batch 1024" in done.stderr
-    names = ("nodes", "nnodes", "global_batch_size")
-    sizes = [tuple(word(line, name) for name in names) for line in lines]
-    strong = [("1", "1", "256"), ("2", "2", "256"), ("4", "4", "256")]
-    weak = [("2", "2", "512"), ("4", "4", "1024")]
-    assert sorted(sizes) == sorted(strong + weak)
-
-    for line in lines:
-        assert f" -m bench train {ROOT}/configs/mpt1b.py --sharding=ZERO1" in line
-        assert line.endswith("--out=scaling.csv")
-        assert word(line, "ntasks") == word(line, "nodes") and word(line, "cpus-per-task") == "64"
-        assert word(line, "rdzv_endpoint").startswith("node1:")
-    for name in ("rdzv_endpoint", "rdzv_id"):  # runs do not meet each other's ranks
-        assert len({word(line, name) for line in lines}) == 5
-    assert done.stdout.count("81.0%") == 1  # 0.9 x 0.9 on 4 nodes, strong
-
-
-def test_slurm_script_without_a_config_says_how_to_submit(tmp_path):
-    done, lines = submit(tmp_path)
-    assert done.returncode != 0 and "usage: sbatch" in done.stderr and not lines
+    assert ERRORS[command] in refusal(compare.main, command.split())

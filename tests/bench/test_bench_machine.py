@@ -43,17 +43,6 @@ def test_bus_bandwidth_by_hand(name, ranks, gbs):
     assert bench_machine.bus_gbs(name, 800_000_000, 0.1, ranks) == pytest.approx(gbs)
 
 
-def pass_one_round(world) -> list[float]:
-    message = torch.full((3,), float(world.global_rank))
-    received = torch.empty(3)
-    bench_machine.pass_on(message, received, dist.group.WORLD)
-    return received.tolist()
-
-
-def test_messages_go_to_the_next_rank(ranks):
-    assert ranks(2)(pass_one_round) == [[1.0] * 3, [0.0] * 3]
-
-
 def take_turns_of_a_sleep(world) -> tuple[list[float], int]:
     calls = []
 
@@ -73,22 +62,6 @@ def test_every_rank_makes_as_many_calls_as_the_slowest_has_time_for(ranks):
     assert 1 <= len(slow_turns) <= 5
     assert 3 <= calls <= 2 + 0.22 / 0.02  # 2 warm up; a fast rank alone has time for 110
     assert min(slow_turns) >= 0.02 > 0.01 > min(fast_turns) >= 0.002
-
-
-def test_the_slowest_rank_and_figures_of_all():
-    rows = [{"rank": rank, "host": f"node{rank // 2}"} for rank in range(4)]
-    assert bench_machine.slowest(rows, [100, 110, 66, 90]) == {
-        "rank": 2,
-        "host": "node1",
-        "below_median_percent": pytest.approx(100 * (95 - 66) / 95),
-    }
-    trees = [
-        {"node": {"all_gather": 3.0}, "all": 1},
-        {"all": 2},
-        {"node": {"all_gather": 5.0}, "all": 3},
-    ]
-    # The second rank is alone on its node.
-    assert bench_machine.merge(trees, min) == {"node": {"all_gather": 3.0}, "all": 1}
 
 
 @pytest.mark.slow
@@ -129,18 +102,6 @@ def measure_as(world, local_ranks) -> dict:
 
 
 @pytest.mark.slow
-def test_alone(ranks):
-    rows = ranks(1)(measure_as, [0])
-    machine = bench_machine.summarize(rows, "cpu", bench_machine.MachineArgs())
-    check_matmul_and_memory(machine)
-    check_collectives(machine["collectives_gbs"], machine["latency_us"], [])
-    keys = ("ranks", "nodes", "ranks_per_node", "device_type")
-    assert [machine[key] for key in keys] == [1, 1, 1, "cpu"]
-    text = bench_machine.report(machine)
-    assert "bus bandwidth" not in text and "slowest" not in text
-
-
-@pytest.mark.slow
 def test_groups_of_two_nodes(ranks):
     everyone = [0, 1, 2, 3]
     even = ranks(4)(groups_of, [0, 1, 0, 1])
@@ -170,8 +131,6 @@ def test_a_node_of_three_ranks_and_one_of_one(ranks):
 
 
 def test_a_wrong_setting_is_refused():
-    with pytest.raises(UserError, match="'seconds'"):
-        bench_machine.main(["--secs=1"])
     with pytest.raises(UserError, match="seconds must be from"):
         bench_machine.main(["--seconds=0"])
 

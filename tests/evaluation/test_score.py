@@ -106,9 +106,8 @@ def test_a_context_is_read_once():
     assert shapes == [(1, 19), (3, 2)]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_batches_hold_each_request_once_fit_and_have_little_padding(seed):
-    rows = alike(seed, n=300)
+def test_batches_hold_each_request_once_fit_and_have_little_padding():
+    rows = alike(seed=0, n=300)
     groups = grouped(rows, 400)
     assert sorted(i for group in groups for i in group.indices) == list(range(300))
     for group in groups:

@@ -1,6 +1,5 @@
 """evaluation/tasks.py, hub.py: wording, examples, rows of the Hub, tasks from a text, bad files."""
 
-import dataclasses
 import json
 
 import pytest
@@ -9,29 +8,14 @@ from conftest import write_lines as write
 
 from evaluation import hub as icl_hub
 from evaluation import tasks as icl_tasks
-from evaluation.tasks import MakeConfig, continuations, load, worded
+from evaluation.tasks import MakeConfig, continuations, load
 
 ICE = {"query": " Question: Ice is \n", "choices": ["cold ", "  hot"], "gold": 0}
 
 
-def test_llm_foundrys_wording_strips_and_keeps_the_space_with_the_answer():
-    item = worded(ICE, "\nAnswer: ")
-    assert item.contexts == ["Question: Ice is\nAnswer:"] * 2
-    assert item.continuations == [" cold", " hot"]
-    assert item.example == "Question: Ice is\nAnswer: cold"
-    assert worded(ICE, " ").contexts[0] == "Question: Ice is"
-
-    row = {"context_options": ["Ann ", " Joan"], "continuation": " left.", "gold": 1}
-    schema = worded(row, " ")
-    assert (schema.contexts, schema.continuations) == (["Ann", "Joan"], [" left."] * 2)
-    assert schema.example == "Joan left."
-    plain = worded({"context": "Once upon a ", "continuation": "time"}, " ")
-    assert (plain.contexts, plain.continuations) == (["Once upon a"], [" time"])
-
-
 def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path):
     write(tmp_path / "piqa.jsonl", ICE)
-    schema = {"context_options": ["a", "b"], "continuation": "c", "gold": 0}
+    schema = {"context_options": ["a ", " b"], "continuation": "c ", "gold": 0}
     write(tmp_path / "winograd_wsc.jsonl", schema)
     mine = write(tmp_path / "mine.jsonl", ICE, "", ICE)
     (tmp_path / "notes.txt").write_text("some words")
@@ -44,20 +28,9 @@ def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path
     ]
     assert tasks[0].items[0].contexts[0] == "Question: Ice is\nAnswer:"
     assert tasks[2].items[0].contexts[0] == "Question: Ice is"
+    assert (tasks[1].items[0].contexts, tasks[1].items[0].continuations) == (["a", "b"], [" c"] * 2)
     assert all(task.harness == task.items for task in tasks[:3])
     assert tasks[3].text == "some words"
-
-
-LATIN_1 = "größe and so on\n".encode("latin-1")
-
-
-@pytest.mark.parametrize("name", ["a.txt", "A.TXT", "a.jsonl"])
-def test_a_task_that_is_not_utf8_is_refused_with_the_fix(tmp_path, name):
-    """As training refuses it: U+FFFD in its place would be scored."""
-    path = tmp_path / name
-    path.write_bytes(LATIN_1)
-    message = refusal(load, str(path))
-    assert f"{path} is not UTF-8 text: byte 0xf6 at offset 2" in message and "iconv" in message
 
 
 def test_a_task_is_the_text_that_training_reads(tmp_path):
@@ -70,6 +43,10 @@ def test_a_task_is_the_text_that_training_reads(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(f"\ufeff{row}\r\n\r\n{row}".encode())
     (task,) = load(str(tmp_path / "b.jsonl"))
     assert [item.contexts[0] for item in task.items] == ["a\u2028\x85b"] * 2
+    for name in ("A.TXT", "c.jsonl"):  # U+FFFD in its place would be scored
+        (tmp_path / name).write_bytes("größe and so on\n".encode("latin-1"))
+        message = refusal(load, str(tmp_path / name))
+        assert f"{name} is not UTF-8 text: byte 0xf6 at offset 2" in message
 
 
 def letters(n):
@@ -230,10 +207,8 @@ WRONG_LINES = [  # test_fuzz.py has damaged ones
     (ICE | {"choices": ["a", 1]}, "choices must be text"),
     (ICE | {"gold": 2}, "gold is 2, expected 0 to 1"),
     (ICE | {"gold": -1}, "gold is -1"),
-    (ICE | {"gold": "0"}, "gold is '0'"),
     (ICE | {"gold": True}, "gold is True"),
     ({"query": "a"}, "exactly one kind"),
-    (ICE | {"context_options": ["a", "b"], "continuation": "c"}, "exactly one kind"),
     ({"context": "a", "continuation": " "}, "continuation holds an empty text"),
     ({"context": "a", "continuation": "b"}, "language_modeling"),  # another kind
 ]
@@ -276,12 +251,15 @@ def test_continuations_are_of_the_text_and_only_one_is_real():
 
 def test_the_program_makes_a_task_of_a_file_or_of_prepared_data(tmp_path, tiny_data, capsys):
     (tmp_path / "a.txt").write_text(" ".join(f"word{i}" for i in range(500)))
+    made = set()
     for source in (str(tmp_path / "a.txt"), str(tiny_data)):
-        icl_tasks.main([source, str(tmp_path / "out.jsonl"), "--n=7", "--choices=3"])
-        (task,) = load(str(tmp_path / "out.jsonl"))
-        assert len(task.items) == 7
-        assert len(task.items[0].contexts) == 3
-    assert "7 questions with 3 choices" in capsys.readouterr().out
+        for flag in ("--seed=0", "--seed=1", "--context=20", "--length=30"):  # each changes it
+            icl_tasks.main([source, str(tmp_path / "out.jsonl"), "--n=7", "--choices=3", flag])
+            made.add((tmp_path / "out.jsonl").read_text())
+            (task,) = load(str(tmp_path / "out.jsonl"))
+            assert len(task.items) == 7
+            assert len(task.items[0].contexts) == 3
+    assert "7 questions with 3 choices" in capsys.readouterr().out and len(made) == 8
     assert "no text in 'nothing'" in refusal(icl_tasks.main, ["nothing", "out.jsonl"])
     assert "choices must be " in refusal(icl_tasks.main, ["a.txt", "out.jsonl", "--choices=1"])
 
@@ -320,17 +298,3 @@ def test_flags_of_questions_are_refused_for_a_text(tmp_path):
     for flag in ({"shots": 1}, {"delimiter": "\n"}):
         assert f"{[*flag][0]} sets nothing" in refusal(load, str(tmp_path / "b.txt"), **flag)
     assert len(load(f"{questions},{tmp_path / 'b.txt'}", shots=1)) == 2
-
-
-def test_every_flag_of_a_made_task_changes_it(tmp_path):
-    (tmp_path / "a.txt").write_text(" ".join(f"word{i}" for i in range(500)))
-    out = tmp_path / "out.jsonl"
-
-    def made(*flags):
-        icl_tasks.main([str(tmp_path / "a.txt"), str(out), "--n=7", *flags])
-        return out.read_text()
-
-    changed = {"n": 8, "seed": 1, "choices": 3, "context": 20, "length": 30}
-    assert set(changed) == {field.name for field in dataclasses.fields(icl_tasks.MakeConfig)}
-    texts = [made(), *(made(f"--{name}={value}") for name, value in changed.items())]
-    assert len(set(texts)) == len(texts)

@@ -5,15 +5,10 @@
 
 Within this context, every launch of a Triton kernel compiles it for the chip (compiled.for_chip),
 and its PTX runs on CPU tensors, one block of threads after another. A register is an array with one
-entry for each thread. All threads execute the same instruction at the same time, so nothing depends
-on the order of warps. Instead, shared memory notes which warps have read and written each word.
-What a GPU would do silently is a `Fault` here:
+entry for each thread. All threads execute the same instruction at the same time, and copies and
+products of matrices are done at once: so nothing depends on the order of warps, and barriers, waits
+and fences, which Triton places, do nothing. What a GPU would do silently is a `Fault` here:
 
-    race             two warps use a word of shared memory, one writes, and no barrier is between
-    before a wait    shared memory is read before its cp.async is waited for; a result of a wgmma
-                     is read, or what it reads is overwritten, before the wgmma is waited for
-    proxy            wgmma reads what ordinary instructions stored, with no fence.proxy.async since
-    register fence   wgmma reads a register that was written since the last wgmma.fence
     address          outside of the kernel's tensors
     uninitialised    a register or a word of shared memory is read that nothing has written
 
@@ -21,20 +16,13 @@ Limits. It knows what the kernels of attention and of the loss need on sm_80, sm
 (wgmma) and sm_120, and refuses other instructions by name (`Unsupported`): no TMA, mbarrier or
 tcgen05, no branch at which threads part. It executes PTX, not what ptxas makes of it. A matrix
 product is summed in fp64 and rounded once, where a tensor core rounds in its own way; ex2.approx
-and div are exact to fp32; .ftz is ignored. It finds the races of the paths that the data takes, and
-none in global memory. A register counts as written if any thread has written it; the entries of
-other threads are then NaN. Barriers and fences have their full effect at once.
-
-cp.async writes shared memory by the generic proxy, so by the letter wgmma needs a fence.proxy.async
-after the wait. In the loop of attention's dk and dv on sm_90, Triton 3.6.0 has none, 3.7.1 and
-3.8.0 lack some (3.7.1 the one for `do`), 3.9.0 has one after each wait. Nothing wrong was seen on
-an H200 (3.6.0). So a missing one is a Fault only with `copies_need_fence=True`.
+and div are exact to fp32; .ftz is ignored. A register counts as written if any thread has written
+it; the entries of other threads are then NaN.
 """
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 from unittest import mock
 
 import compiled
@@ -51,85 +39,26 @@ class Fault(Exception):
 # --- Shared memory
 
 WORD = 2  # bytes: the narrowest access
-
-# What wgmma sees of a word: it reads by the async proxy, so perhaps an old value if the word was
-# stored or copied since the last fence.proxy.async.
-EMPTY, SHOWN, IN_FLIGHT, STORED, COPIED = range(5)
-
-# What a warp has done to a word since the last barrier. A sum over warps tells both.
-READ, WRITTEN = 1, 64
-ASYNC = -1  # in place of a warp: copies and wgmmas in flight
+WAITS = {"commit_group", "wait_group", "fence"}  # of cp.async and wgmma
 
 
 class SharedMemory:
-    """Of one block. places: indices of words, (n, m); warps: those that use them, (n,)."""
+    """Of one block. places: indices of words, (n, m)."""
 
-    def __init__(self, size: int, warps: int):
+    def __init__(self, size: int):
         self.words = np.zeros(size // WORD, "u2")
-        self.state = np.full(len(self.words), EMPTY, "u1")
-        self.used = np.zeros((warps + 1, len(self.words)), "u1")
-        self.in_flight = np.zeros(len(self.words), "u1")  # copies and wgmmas that use a word
+        self.is_written = np.zeros(len(self.words), bool)
 
-    def use(self, places, warps, how: int) -> None:
-        """Note that the words are READ or WRITTEN. A Fault if another warp gets in the way."""
-        own = self.used[warps[:, None], places]
-        by_others = self.used[:, places].sum(0) - own
-        if how == READ and (by_others >= WRITTEN).any():
-            raise Fault("race: a word is read that was written by another warp, without a barrier")
-        if how == WRITTEN and by_others.any():
-            raise Fault("race: a word is written that was used by another warp, without a barrier")
-        self.used[warps[:, None], places] = np.maximum(own, how)
-
-    def load(self, places, warps):
+    def load(self, places):
         """The words."""
-        states = self.state[places]
-        if (states == IN_FLIGHT).any():
-            raise Fault("shared memory is read before its cp.async was waited for")
-        if (states == EMPTY).any():
+        if not self.is_written[places].all():
             raise Fault("shared memory is read that nothing has written")
-        self.use(places, warps, READ)
         return self.words[places]
 
-    def store(self, places, warps, data, state=STORED) -> None:
+    def store(self, places, data) -> None:
         """Write the words."""
-        self.use(places, warps, WRITTEN)
         self.words[places] = data
-        self.state[places] = state
-        if (self.words[places] != data).any():  # equal data from several threads is harmless
-            raise Fault("race: two threads write one word in the same instruction")
-
-    def begin_copy(self, places, warps) -> None:
-        """A cp.async by `warps` will write the words."""
-        self.use(places, warps, WRITTEN)
-        self.used[ASYNC, places] = WRITTEN
-        self.state[places] = IN_FLIGHT
-        self.in_flight[places] += 1
-
-    def end_copy(self, places, warps, data) -> None:
-        """The warps have waited for it."""
-        self.used[ASYNC, places] = 0
-        self.in_flight[places] -= 1
-        self.store(places, warps, data, COPIED)
-
-    def begin_product(self, places, copies_need_fence: bool):
-        """The words, which a wgmma reads from now on."""
-        words = self.load(places, np.full(len(places), ASYNC))
-        states = self.state[places]
-        if (states == STORED).any():
-            raise Fault("wgmma reads what was stored, with no fence.proxy.async since")
-        if copies_need_fence and (states == COPIED).any():
-            raise Fault("wgmma reads what cp.async copied, with no fence.proxy.async since")
-        self.in_flight[places] += 1
-        return words
-
-    def fence_proxy(self) -> None:
-        """Show the async proxy what has been written."""
-        self.state[self.state > IN_FLIGHT] = SHOWN
-
-    def barrier(self) -> None:
-        """All warps have come here, but not what is in flight."""
-        self.used[:ASYNC] = 0
-        self.used[ASYNC, self.in_flight == 0] = 0
+        self.is_written[places] = True
 
 
 # --- Matrices of which each thread of a warp has some elements
@@ -185,14 +114,6 @@ def swizzled(descriptor: int, rows: int, transposed: bool):
 # --- A block of threads
 
 
-class Product(NamedTuple):
-    """A wgmma in flight."""
-
-    results: list[str]  # registers that it writes
-    factors: list[str]  # registers that it reads
-    places: list  # words of shared memory that it reads
-
-
 class Block:
     """One block: its registers and shared memory, and what each instruction does to them."""
 
@@ -202,14 +123,11 @@ class Block:
         self.launch = launch
         self.threads = launch.warps * WARP
         self.warp, self.lane = np.divmod(np.arange(self.threads), WARP)
-        self.shared = SharedMemory(launch.shared_bytes, launch.warps)
+        self.shared = SharedMemory(launch.shared_bytes)
         self.registers = {"%tid.x": np.arange(self.threads, dtype="u4")}
         for axis, index, blocks in zip("xyz", position, launch.grid, strict=True):
             self.registers[f"%ctaid.{axis}"] = np.full(self.threads, index, "u4")
             self.registers[f"%nctaid.{axis}"] = np.full(self.threads, blocks, "u4")
-        self.copies, self.products = [[]], [[]]  # groups of cp.async, of wgmma; the last is open
-        self.results_in_flight, self.factors_in_flight = set(), set()  # registers of products
-        self.since_fence = set()  # registers written since the last wgmma.fence
 
     def run(self) -> None:
         """Execute the kernel to its end."""
@@ -237,11 +155,9 @@ class Block:
         if name == "ret":
             return None
         name = suffixes[0] if name == "setp" else name
-        if name == "bar":
-            self.shared.barrier()
-        elif name == "fence":
-            self.shared.fence_proxy()
-        elif "wide" in suffixes:
+        if name in ("bar", "fence") or WAITS.intersection(suffixes):
+            return following
+        if "wide" in suffixes:
             self.multiply_wide(suffixes[-1], *operands)
         elif name in ELEMENTWISE:
             target, *sources = operands
@@ -255,8 +171,6 @@ class Block:
         """A register or constant as a type of PTX, (threads,)."""
         if not operand.startswith("%"):
             return constant(operand, kind, self.threads)
-        if operand in self.results_in_flight:
-            raise Fault(f"{operand} is read before the wgmma that writes it was waited for")
         if operand not in self.registers:
             raise Fault(f"an uninitialised register is read, {operand}")
         value, dtype = self.registers[operand], TYPES[kind]
@@ -272,12 +186,9 @@ class Block:
         """Set a register. A narrow signed value is extended by its sign."""
         if register == "_":
             return
-        if register in self.results_in_flight or register in self.factors_in_flight:
-            raise Fault(f"{register} is written before the wgmma that uses it was waited for")
         dtype = TYPES[self.TYPES[register.rstrip("0123456789")]]
         value = value.view(dtype) if value.dtype.kind == "f" else value.astype(dtype)
         self.registers[register] = value.reshape(self.threads)
-        self.since_fence.add(register)
 
     # arithmetic that is not elementwise in one type
 
@@ -342,54 +253,29 @@ class Block:
         for register, values in zip(d, scatter(product), strict=True):
             self.write(register, values)
 
-    def do_wgmma(self, suffixes, *operands) -> None:
-        """wgmma's fences, groups and waits; products."""
-        if suffixes[0] == "fence":
-            self.since_fence.clear()
-        elif suffixes[0] == "commit_group":
-            self.products.append([])
-        elif suffixes[0] == "wait_group":
-            while len(self.products) - 1 > int(operands[0]):
-                for product in self.products.pop(0):
-                    for places in product.places:
-                        self.shared.in_flight[places] -= 1
-        else:
-            self.start_product(suffixes[-1], *operands)
-        in_flight = sum(self.products, [])
-        self.results_in_flight = {name for product in in_flight for name in product.results}
-        self.factors_in_flight = {name for product in in_flight for name in product.factors}
-
-    def start_product(self, kind: str, d, a, b, add, *settings) -> None:
+    def do_wgmma(self, suffixes, d, a, b, add, *settings) -> None:
         """wgmma.mma_async.m64nNk16: d = a b, or d += a b. a: registers or, as b, a descriptor."""
-        rows, columns = 64, 2 * len(d)
+        kind, rows, columns = suffixes[-1], 64, 2 * len(d)
         transposed = [setting == "1" for setting in settings[2:]]  # each matrix in shared memory
-        factors = a if isinstance(a, list) else []
-        if self.since_fence & {*d, *factors}:
-            raise Fault("wgmma uses a register that was written since the last wgmma.fence")
-        product = Product(d, factors, [])
-        right = self.described(b, columns, transposed[-1], kind, product)
-        if factors:
+        right = self.described(b, columns, transposed[-1], kind)
+        if isinstance(a, list):
             left = factor(self.read_all(a, "b32"), kind).reshape(-1, rows, 16)
         else:
-            left = self.described(a, rows, transposed[0], kind, product)
+            left = self.described(a, rows, transposed[0], kind)
         total = (left @ right.transpose(0, 2, 1)).reshape(-1, 16, columns)
         adds = self.read(add, "pred")
         if adds.any():
-            self.results_in_flight -= set(d)  # products that add to the same sums are in order
             total += gather(self.read_all(d, "f32")) * adds[::WARP, None, None]
-        self.products[-1].append(product)
         for register, values in zip(d, scatter(total), strict=True):
-            self.registers[register] = values.view("u4")
+            self.write(register, values)
 
-    def described(self, descriptor, rows: int, transposed: bool, kind: str, product: Product):
+    def described(self, descriptor, rows: int, transposed: bool, kind: str):
         """The matrix (rows, 16) in shared memory of each four warps: (warps / 4, rows, 16)."""
         found = []
         for bits in self.read(descriptor, "b64")[:: 4 * WARP].tolist():
             address = swizzled(bits, rows, transposed)
             places = address.reshape(-1, 1) // WORD + np.arange(8)
-            words = self.shared.begin_product(places, self.launch.copies_need_fence)
-            product.places.append(places)
-            pieces = words.reshape(*address.shape, 8)
+            pieces = self.shared.load(places).reshape(*address.shape, 8)
             if transposed:
                 pieces = pieces.transpose(0, 2, 1)
             found.append(to_fp32(pieces, kind).reshape(rows, 16))
@@ -413,7 +299,7 @@ class Block:
     def do_ldmatrix(self, suffixes, targets, address) -> None:
         """ldmatrix.x4: lane 8 i + r of a warp has the address of row r, 16 bytes, of matrix i."""
         _, places = self.find("shared", address, 16, self.executing)
-        matrices = self.shared.load(places, self.warp).reshape(-1, 4, 8, 8)
+        matrices = self.shared.load(places).reshape(-1, 4, 8, 8)
         if "trans" in suffixes:
             matrices = matrices.transpose(0, 1, 3, 2)
         for index, register in enumerate(targets):
@@ -424,7 +310,7 @@ class Block:
         """stmatrix.x4: the reverse."""
         _, places = self.find("shared", address, 16, self.executing)
         rows = self.read_all(sources, "b32").reshape(4, -1, WARP).transpose(1, 0, 2)
-        self.shared.store(places, self.warp, rows.copy().view("u2").reshape(places.shape))
+        self.shared.store(places, rows.copy().view("u2").reshape(places.shape))
 
     def do_ld(self, suffixes, targets, address) -> None:
         """ld."""
@@ -437,7 +323,7 @@ class Block:
         width = dtype.itemsize * len(targets)
         memory, places = self.find(space, address, width, self.executing)
         if space == "shared":
-            self.shared.load(places, self.warp[self.executing])
+            self.shared.load(places)
         loaded = memory[places].view(dtype)
         for index, register in enumerate(targets):
             unwritten = np.full(self.threads, np.iinfo(dtype).max, dtype)  # as a float: NaN
@@ -453,29 +339,20 @@ class Block:
         words = np.ascontiguousarray(values).view("u2")
         memory, places = self.find(space, address, words.shape[1] * WORD, self.executing)
         if space == "shared":
-            self.shared.store(places, self.warp[self.executing], words)
+            self.shared.store(places, words)
         else:
             memory[places] = words
 
-    def do_cp(self, suffixes, *operands) -> None:
-        """cp.async. The data arrives when it is waited for, as late as it may."""
-        if suffixes[1] == "commit_group":
-            self.copies.append([])
-        elif suffixes[1] == "wait_group":
-            while len(self.copies) - 1 > int(operands[0]):
-                for copy in self.copies.pop(0):
-                    self.shared.end_copy(*copy)
-        else:
-            target, source, width, size = operands
-            width, sizes = int(width, 0), self.read(size, "u32")[self.executing]
-            if not np.isin(sizes, (0, width)).all():
-                raise Unsupported("a copy of a part")
-            words, places = self.find("shared", target, width, self.executing)
-            data = np.zeros(places.shape, words.dtype)
-            tensor, sources = self.find("global", source, width, self.executing[sizes > 0])
-            data[sizes > 0] = tensor[sources]
-            self.shared.begin_copy(places, self.warp[self.executing])
-            self.copies[-1].append((places, self.warp[self.executing], data))
+    def do_cp(self, suffixes, target, source, width, size) -> None:
+        """cp.async: 0 bytes of the source, or all. The rest of the target becomes 0."""
+        width, sizes = int(width, 0), self.read(size, "u32")[self.executing]
+        if not np.isin(sizes, (0, width)).all():
+            raise Unsupported("a copy of a part")
+        words, places = self.find("shared", target, width, self.executing)
+        data = np.zeros(places.shape, words.dtype)
+        tensor, sources = self.find("global", source, width, self.executing[sizes > 0])
+        data[sizes > 0] = tensor[sources]
+        self.shared.store(places, data)
 
 
 # --- Launches
@@ -486,9 +363,9 @@ NUMBERS = {"i32": "i4", "i64": "i8", "fp32": "f4"}  # Triton's names of argument
 class Launch:
     """A kernel and what it is given. Each tensor has a region of addresses, far from others."""
 
-    def __init__(self, ptx: str, binary, pairs: Iterator[tuple], grid, copies_need_fence: bool):
+    def __init__(self, ptx: str, binary, pairs: Iterator[tuple], grid):
         self.instructions, self.labels = parse(ptx)
-        self.grid, self.copies_need_fence = grid, copies_need_fence
+        self.grid = grid
         self.warps, self.shared_bytes = binary.metadata.num_warps, binary.metadata.shared
         self.tensors = {}  # their storage in words, by its first address
         self.arguments = [self.argument(*pair) for pair in pairs]
@@ -523,7 +400,6 @@ def on(
     arch: str,
     *modules,
     change: Callable[[str, str], str] = lambda name, ptx: ptx,
-    copies_need_fence: bool = False,
 ) -> Iterator[dict]:
     """Within this context, Triton's kernels are compiled for `arch`, and their PTX runs here.
 
@@ -546,7 +422,7 @@ def on(
             values = [bound.arguments[name] for name in kernel.arg_names]
             pairs = flat_arguments(kinds, values)
             blocks = grid(bound.arguments) if callable(grid) else grid
-            Launch(ptx, binary, pairs, (*blocks, 1, 1)[:3], copies_need_fence).run()
+            Launch(ptx, binary, pairs, (*blocks, 1, 1)[:3]).run()
 
         changes.enter_context(mock.patch.object(JITFunction, "run", run))
         for module in modules:

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import math
 import os
-import shutil
 
 import pytest
 import torch
@@ -133,10 +132,6 @@ FLAGS = [
     for causal in (True, False)
     for documents in (False, True)
 ]
-LENGTHS = [(1, 1), (127, 127), (17, 200)]
-MORE_QUERIES = [(65, 17), (127, 1)]  # than keys: the first rows see no key when causal
-HEADS = [(12, 4), (7, 1)]
-HEAD_DIMS = [17, 64, 72, 128]
 ROWS = [(128, 64, 4, 1), (32, 128, 4, 1), (128, 32, 4, 1), (128, 128, 4, 1)]
 # Masks only on the diagonal: blocks of at least 64 keys.
 ON_THE_DIAGONAL = [
@@ -145,23 +140,16 @@ ON_THE_DIAGONAL = [
     dict(lengths=(201, 130), row=(32, 128, 4, 1)),
 ]
 
-QUICK = [*FLAGS, dict(lengths=(1, 65)), dict(lengths=(65, 127)), dict(lengths=(65, 17))]
-QUICK += [dict(D=80, heads=(1, 1)), dict(heads=(6, 3), D=16), dict(scale=0.5)]
-QUICK += [dict(lengths=(127, 127), documents=True), dict(layout="cache", batch=2)]
-QUICK += [dict(lengths=(127, 200), row=ROWS[0], causal=False), ON_THE_DIAGONAL[0]]
+QUICK = [*FLAGS, dict(lengths=(1, 65)), dict(D=80, heads=(1, 1)), dict(layout="cache", batch=2)]
+QUICK += [dict(lengths=(65, 17))]  # more queries than keys: the first rows see no key when causal
 QUICK += [dict(D=96, dtype=dtype) for dtype in ("float16", "bfloat16")]  # 96: two widths
 
-SLOW = [dict(lengths=n) for n in LENGTHS + MORE_QUERIES]
-SLOW += [dict(lengths=n, causal=False) for n in [(17, 200), *MORE_QUERIES]]
+SLOW = [dict(lengths=(1, 1)), dict(lengths=(127, 1)), dict(lengths=(127, 127), documents=True)]
 SLOW += [dict(lengths=(17, 200), documents=True, causal=c) for c in (True, False)]
-SLOW += [dict(D=d, heads=(1, 1)) for d in HEAD_DIMS]
-SLOW += [dict(heads=h, D=16) for h in HEADS]
+SLOW += [dict(lengths=(65, 17), causal=False), dict(heads=(7, 1), D=17), dict(D=128)]
 SLOW += [dict(lengths=(140, 140), row=row, heads=(1, 1), documents=True) for row in ROWS]
-SLOW += [dict(layout=layout, batch=2) for layout in ("fused", "transposed")]
-SLOW += [dict(scale=0.01, alibi=False), dict(batch=3, documents=True, D=16)]
-FEW = [FLAGS[1], FLAGS[2], dict(D=128, heads=(7, 1)), dict(lengths=(65, 17))]
-SLOW += [case | dict(dtype="bfloat16") for case in FEW]
-SLOW = [case for case in SLOW + ON_THE_DIAGONAL if case not in QUICK]
+SLOW += [dict(layout="transposed", batch=2), dict(scale=0.01, alibi=False)]
+SLOW += [dict(dtype="bfloat16"), dict(dtype="bfloat16", D=128, heads=(7, 1)), *ON_THE_DIAGONAL]
 CASES = QUICK + SLOW
 
 
@@ -200,18 +188,6 @@ def test_output_and_gradients_equal_those_in_fp64(case, measured):
     assert max(errors) < LIMITS[case.get("dtype", "float32")], errors
 
 
-def equal_runs(world):
-    """Whether two runs of some cases are equal bit for bit."""
-    cases = [FLAGS[1], dict(heads=(2, 1), dtype="bfloat16", D=96)]
-    for case in cases:
-        case = DEFAULT | case
-        tensors = tensors_of(case)
-        first, second = run(case, tensors), run(case, tensors)
-        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
-            return False
-    return True
-
-
 def masked_and_not(world):
     """Whether [out, dq, dk, dv] are equal with the masks left out below the diagonal, and with all.
 
@@ -233,11 +209,6 @@ def masked_and_not(world):
 
 def test_diagonal_masks_are_enough(interpreted):
     assert interpreted(masked_and_not)[0] == [True] * 8
-
-
-@pytest.mark.slow
-def test_two_runs_are_equal_to_the_bit(interpreted):
-    assert interpreted(equal_runs) == [True, True]
 
 
 def sweep(world, examples, seed):
@@ -284,21 +255,6 @@ def test_random_cases(interpreted, examples):
     assert interpreted(sweep, examples, examples) == [None, None]
 
 
-def rows_without_keys(world):
-    """out and dq of 32 queries before the 8 keys; out if there are no keys; is all of it finite?"""
-    q, k, v = (torch.randn(1, 1, T, 16).requires_grad_() for T in (40, 8, 8))
-    out = kernels.flash_attention(q, k, v, alibi_slopes=alibi_slopes(1))
-    dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))
-    none = kernels.flash_attention(q, k[:, :, :0], v[:, :, :0])
-    finite = all(x.isfinite().all() for x in (out, dq, dk, dv))
-    return out[0, 0, :32], dq[0, 0, :32], none, finite
-
-
-def test_rows_that_see_no_key_are_zero_and_their_gradients_too(interpreted):
-    out, dq, none, finite = interpreted(rows_without_keys)[0]
-    assert not out.any() and not dq.any() and not none.any() and finite
-
-
 def hidden_blocks(world):
     """The first document's keys and values are NaN: is the second's output unchanged, not NaN?"""
     q, k, v = (torch.randn(1, 1, 256, 16) for _ in range(3))
@@ -318,11 +274,12 @@ def test_a_document_before_is_skipped_not_multiplied_by_zero(interpreted):
 
 
 def errors_of_windows(world):
-    """{(dtype, heads of keys, D, ALiBi, row): error against float64}, of four rows of a cache."""
+    """{(dtype, (heads of keys, D, ALiBi), row): error against float64}, of four rows of a cache."""
     errors = {}
-    cases = itertools.product(LIMITS, (1, 3), (32, 96), (True, False), (None, ONE_QUERY))
+    shapes = [(1, 32, True), (3, 96, False)]
+    cases = itertools.product(LIMITS, shapes, (None, ONE_QUERY))
     for case in list(cases)[world.global_rank :: world.global_size]:
-        dtype, Hkv, D, alibi, row = case
+        dtype, (Hkv, D, alibi), row = case
         generator = torch.Generator().manual_seed(0)
         memory = torch.randn(2, 5, Hkv, 150, D, generator=generator).to(getattr(torch, dtype))
         k, v = memory[:, :4, :, :140]
@@ -347,7 +304,7 @@ def errors_of_windows(world):
 
 def test_a_window_equals_the_formula_in_fp64(interpreted):
     found = [pair for errors in interpreted(errors_of_windows) for pair in errors.items()]
-    assert len(found) == 48
+    assert len(found) == 12
     assert not [(case, error) for case, error in found if not error < LIMITS[case[0]]]
 
 
@@ -415,14 +372,6 @@ def loss_and_gradients(model, ids):
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def compiled_for_any_length(world):
-    """Differences from the uncompiled function, for three lengths."""
-    torch._dynamo.reset()
-    function = torch.compile(kernels.flash_attention, dynamic=True, fullgraph=True)
-    rows = [torch.randn(1, 2, T, 16) for T in (20, 33, 47)]
-    return [(function(x, x, x) - kernels.flash_attention(x, x, x)).abs().max().item() for x in rows]
-
-
 def in_a_model(world, impl, settings, compiles=False):
     """[loss, gradient, ...] of a small model with this attention."""
     ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
@@ -437,11 +386,10 @@ def in_a_model(world, impl, settings, compiles=False):
 @pytest.mark.parametrize(
     "settings, compiles",
     [
-        ({}, False),
         slowly({}, True),
         ({"kv_n_heads": 1, "clip_qkv": 0.5}, False),
-        ({"kv_n_heads": 1, "qk_ln": True}, False),  # q and k are no longer views of the projection
-        ({"rope": True, "alibi": False}, False),
+        # q and k are no longer views of the projection
+        ({"kv_n_heads": 1, "qk_ln": True, "rope": True, "alibi": False}, False),
     ],
     ids=str,
 )
@@ -454,11 +402,6 @@ def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, compiles, interpret
         assert (a - b).abs().max() <= 1e-5 * largest
 
 
-@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_it_compiles_for_lengths_that_change(interpreted):
-    assert all(error < 1e-6 for error in interpreted(compiled_for_any_length)[0])
-
-
 def one_gradient(world, heads, documents, T):
     """Whether the gradient of a fused projection's output is equal, made in one piece and joined.
 
@@ -467,7 +410,7 @@ def one_gradient(world, heads, documents, T):
     H, Hkv = heads
     D = 16
     slopes = alibi_slopes(H)
-    ids = torch.arange(T)[None].expand(2, -1) // 15 if documents else None
+    ids = torch.arange(T)[None].expand(2, -1) // 8 if documents else None
     wide = torch.randn(2, T, (H + 2 * Hkv) * D, generator=torch.Generator().manual_seed(0))
     do = torch.randn(2, H, T, D, generator=torch.Generator().manual_seed(1))
     gradients, outputs = [], []
@@ -487,7 +430,7 @@ def one_gradient(world, heads, documents, T):
 
 @pytest.mark.parametrize(
     "heads, documents, T",
-    [((2, 2), False, 40), ((6, 2), True, 40), ((1, 1), False, 40), ((6, 2), False, 1)],
+    [((6, 2), True, 20), ((1, 1), False, 20), ((6, 2), False, 1)],
 )
 def test_the_projections_gradient_comes_in_one_piece_with_the_same_bits(
     heads, documents, T, interpreted
@@ -541,32 +484,38 @@ def test_strided_inputs_are_not_copied(layout, interpreted):
 
 
 def tuned(world):
-    """What --tune prints if its clock says that the second row is the fastest."""
+    """What --tune prints if the first row does not fit, and the third is the fastest."""
     import contextlib
     import io
 
-    clock = itertools.cycle([2.0, 1.0, 3.0])
+    rows = launch_table.candidates()[:3]
+    clock = itertools.cycle([None, 2.0, 1.0, 3.0])
 
     def time_of(function):
         function()
-        return next(clock)
+        if milliseconds := next(clock):
+            return milliseconds
+        raise RuntimeError("out of resource: shared memory")
 
+    said = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(said),
     ):
-        patch.setattr(launch_table, "candidates", lambda: [(64, 32, 4, 1), (32, 64, 4, 1)])
+        patch.setattr(launch_table, "candidates", lambda: rows)
         patch.setattr(kernels.triton.testing, "do_bench", time_of)
-        kernels.tune(torch.device("cpu"), T=16, H=1)
-    return printed.getvalue()
+        kernels.tune(torch.device("cpu"), head_dims=(64,), T=16, H=1)
+    return rows, printed.getvalue(), said.getvalue()
 
 
 @pytest.mark.slow
-def test_tuning_prints_rows_to_paste(interpreted):
-    text = interpreted(tuned)[0]
+def test_tuning_prints_rows_to_paste_and_skips_those_that_do_not_fit(interpreted):
+    (unfit, _, fastest), text, said = interpreted(tuned)[0]
     rows = eval("[" + "".join(line for line in text.splitlines() if line[0] == " ") + "]")
-    assert rows == [("cpu", head_dim, *[(32, 64, 4, 1)] * 3) for head_dim in (64, 128)]
-    assert text.count("takes 1.000 ms, the row of the table 3.000") == 6
+    assert rows == [("cpu", 64, *[fastest] * 3)]
+    assert text.count("takes 1.000 ms, the row of the table 3.000") == 3
+    assert said.count(f"{unfit}: RuntimeError") == 3
 
 
 # --- bad input
@@ -582,13 +531,10 @@ def refusals(world):
         "4 query heads are not a multiple of 3": dict(k=q[:, :3], v=q[:, :3]),
         "needs q (B, H, Tq, D)": dict(k=q[0], v=q[0]),
         "all bf16, fp16 or fp32": dict(k=q.bfloat16()),
-        "torch.float64": dict(q=q.double(), k=q.double(), v=q.double()),
         "head dims up to 128, not 160: use attn_impl=sdpa": dict(q=wide, k=wide, v=wide),
         "alibi_slopes must be (4,) fp32 on cpu, not (3,)": dict(alibi_slopes=torch.ones(3)),
-        "alibi_slopes(n_heads": dict(alibi_slopes=torch.ones(4).bfloat16()),
         "no gradient": dict(alibi_slopes=torch.ones(4, requires_grad=True)),
         "sequence_ids must be integers (2, 8)": dict(sequence_ids=ids[:, :7]),
-        "not (2, 8) torch.float32": dict(sequence_ids=ids.float()),
         "not views of qkv": dict(qkv=torch.randn(2, 8, 3 * 4 * 16)),
         "no more queries than keys": dict(k=short, v=short, sequence_ids=ids[:, :6]),
     }
@@ -606,7 +552,7 @@ def refusals(world):
 
 def test_bad_input_is_a_value_error_that_says_what_to_do(interpreted):
     messages = interpreted(refusals)[0]
-    assert len(messages) == 12
+    assert len(messages) == 9
     for part, message in messages.items():
         assert part in message
         assert "\n" not in message
@@ -636,11 +582,6 @@ WIDTHS |= {80: (64, 16), 96: (64, 32), 100: (128, 0), 112: (128, 0), 128: (128, 
 @pytest.mark.parametrize("head_dim, widths", WIDTHS.items())
 def test_a_head_is_held_with_little_waste(head_dim, widths):
     assert kernels.split(head_dim) == widths
-
-
-def test_where_documents_begin_and_end():
-    bounds = kernels.document_bounds(torch.tensor([[3, 3, 1, 1, 1, 3], [0, 0, 0, 0, 0, 0]]))
-    assert bounds.tolist() == [[[0, 0, 2, 2, 2, 5], [2, 2, 5, 5, 5, 6]], [[0] * 6, [6] * 6]]
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -102,12 +102,13 @@ def test_the_project_is_copied_without_what_each_machine_makes(tmp_path, monkeyp
     names = listed.stdout.split() or ["fsdp_train.py", "Makefile", "lessons/solutions"]
     bundle.copy_project(tmp_path)
     assert all((project / name).exists() for name in names if (ROOT / name).exists())
-    bundle.copy_project(tmp_path)  # again, over the first
 
     for name in ("my/private.txt", "machine.json", "lessons/mine/1_the_model.py", "runs/a/b"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("mine")
     monkeypatch.setattr(bundle, "ROOT", project)
+    (tmp_path / "again/project").mkdir(parents=True)
+    (tmp_path / "again/project/machine.json").write_text("of an earlier bundle")
     bundle.copy_project(tmp_path / "again")
     copied = {path.name for path in (tmp_path / "again" / "project").rglob("*")}
     assert "fsdp_train.py" in copied

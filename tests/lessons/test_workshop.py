@@ -169,17 +169,9 @@ import torch
 import torch.distributed as dist
 
 def double(x): return 2 * x
-def crash(x): return x / 0
 def wait(): time.sleep(1000)
 def later(): raise NotImplementedError("write it")
-def leave(): raise SystemExit(3)
 def change(x): x += 1
-def not_of_torch(*args): torch.softmax(torch.ones(2, dtype=torch.int64), -1)
-def half_a_megabyte():
-    first = torch.zeros(2**16)
-    second = first + 1
-    del first
-    return torch.cat([second, second]).sum()
 def add_up(x):
     dist.all_reduce(x)
     return x, dist.get_rank()
@@ -217,35 +209,18 @@ def test_results_come_back(odd):
     given = torch.ones(1)
     odd.call("change", given)
     assert given == 1
-    results = odd.call_on_ranks(2, "add_up", torch.ones(1))
-    assert results == [(torch.tensor([2.0]), 0), (torch.tensor([2.0]), 1)]
-
-
-@pytest.mark.parametrize(
-    "name, args, words",
-    [
-        ("crash", [1], ["crash(1)", "ZeroDivisionError", "line 7", "return x / 0"]),
-        ("missing", [], ["the answer has no missing"]),
-        ("not_of_torch", [], ["NotImplementedError", "softmax"]),
-        ("leave", [], ["SystemExit: 3"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_goes_wrong_is_told(odd, name, args, words):
-    with pytest.raises(AssertionError) as error:
-        odd.call(name, *args)
-    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_rank_that_fails_is_told_at_once(odd):
     with pytest.raises(AssertionError, match="on 2 ranks, fail_on_one_rank.*line .*TypeError"):
         odd.call_on_ranks(2, "fail_on_one_rank", torch.ones(1))
-    assert odd.call_on_ranks(2, "add_up", torch.ones(1))[0][0] == 2  # on new ranks
+    results = odd.call_on_ranks(2, "add_up", torch.ones(1))  # on new ranks
+    assert results == [(torch.tensor([2.0]), 0), (torch.tensor([2.0]), 1)]
 
 
 def test_what_does_not_end_is_stopped(odd, monkeypatch):
     monkeypatch.setattr(answers, "SECONDS", 0.2)
-    with pytest.raises(AssertionError, match=r"wait\(\): line 8: .* 0.2 s. Does it end"):
+    with pytest.raises(AssertionError, match=r"wait\(\): line 7: .* 0.2 s. Does it end"):
         odd.call("wait")
     monkeypatch.setattr(answers, "STARTING", 0.2)
     odd.pools = {}
@@ -276,12 +251,6 @@ def test_a_file_that_cannot_be_loaded_is_told_once(text, words, tmp_path):
     assert result == "wrong" and f"{path}: {words}" in message
 
 
-def test_the_peak_of_memory(odd):
-    """Two tensors of 256 KiB, then one of 512 KiB beside the second."""
-    _, peak = odd.measure("half_a_megabyte")
-    assert peak == pytest.approx(3 * 2**18, abs=1000)
-
-
 def test_changes_of_files_have_names(odd, tmp_path):
     def names(function):
         return odd.kill(function, str(tmp_path / "file"), "the new text", at=None)
@@ -301,7 +270,8 @@ def test_kills(odd, tmp_path, function, may_tear):
         path.write_text("old")
         assert odd.kill(function, str(path), "the new text", at=at)
         seen.add(path.read_text())
-    assert "old" in seen and bool(seen - {"old", "the new text"}) == may_tear
+    torn = {text for text in seen - {"", "the new text"} if "the new text".startswith(text)}
+    assert "old" in seen and bool(torn) == may_tear
     assert not odd.kill(function, str(path), "the new text", at=n_changes)
 
 
@@ -309,10 +279,8 @@ def test_kills(odd, tmp_path, function, may_tear):
     "got, expected, words",
     [
         (None, 1.0, "expected a number, got None"),
-        (2.0, 1.0, "expected 1, but got 2"),
         (float("nan"), 1.0, "1 of 1 numbers are NaN"),
         (torch.ones(2), torch.ones(3), "expected a tensor float32 (3,), got a tensor float32 (2,)"),
-        (torch.ones(2).double(), torch.ones(2), "got a tensor float64 (2,)"),
         ([1.0], torch.ones(1), "expected a tensor float32 (1,), got [1.0]"),
         (np.array([1, 2.0]), np.array([1, 3.0]), "expected 3 at [1], but got 2"),
     ],

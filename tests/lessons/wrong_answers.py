@@ -17,6 +17,15 @@ WRONG = {
             "n = 2 ** (n_heads - 1).bit_length()",
             "n = n_heads",
         ),
+        ("slopes", "n = n_heads / 0", "n = 2 ** (n_heads - 1).bit_length()", "n = n_heads / 0"),
+        ("slopes", "the answer has no alibi_slopes", "def alibi_slopes(", "def slopes("),
+        ("slopes", "SystemExit: 3", "n = 2 ** (n_heads - 1)", "raise SystemExit(3)  # "),
+        (  # of torch: the part is written
+            "slopes",
+            "NotImplementedError",
+            "n = 2 ** (n_heads - 1).bit_length()",
+            "torch.softmax(torch.ones(2, dtype=torch.int64), -1)",
+        ),
         ("attention", "before the softmax", "(j > i, -math.inf)", "(j < 0, -math.inf)"),
         (
             "attention_on_a_cache",

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import config
-import data
 import devices
 import flops
 from config import MPTConfig, TrainConfig
@@ -37,16 +36,12 @@ def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
     assert line.startswith(f"WARNING: model.py has {n_params:,} parameters")
 
 
-@pytest.mark.parametrize(
-    "tp, local_size, fix",
-    [(1, 8, None), (2, 8, None), (8, 8, None), (16, 8, 8), (4, 6, 2), (3, 4, 1), (2, 1, 1)],
-)
-def test_a_team_on_several_nodes_is_warned_of(tp, local_size, fix):
+def test_a_team_on_several_nodes_is_warned_of():
     """Teams are neighbours: of six ranks a node, 4 to 7 are one team, and 6 is on the next node."""
-    world = World(0, 48, 0, local_size, CPU)
-    lines = beginning.team_warning(TrainConfig(tp=tp), world)
-    assert len(lines) == (fix is not None)
-    assert all(f"--tp={fix} " in line for line in lines)
+    world = World(0, 48, 0, 6, CPU)
+    assert beginning.team_warning(TrainConfig(tp=3), world) == []
+    (line,) = beginning.team_warning(TrainConfig(tp=4), world)
+    assert "--tp=2 " in line
 
 
 @pytest.mark.parametrize(
@@ -75,32 +70,15 @@ def test_stages_are_warned_of_what_costs_them_time(batch, microbatch, sharding, 
     assert beginning.stage_warnings(replace(cfg, pp=1), alone, 1) == []
 
 
-def test_epochs_are_counted(tiny_data):
-    dataset = data.Dataset([tiny_data], MPTConfig(max_seq_len=8192, vocab_size=257))
-
-    def line(max_steps) -> str:
-        cfg = TrainConfig(global_batch_size=len(dataset.train), max_steps=max_steps)
-        return beginning.describe_data(dataset, cfg)[0]
-
-    assert "epochs" not in line(1)
-    assert "3.0 epochs" in line(3) and "950 epochs" in line(950)
-
-
-ADAPTED = TrainConfig(init_from="base", lora_rank=4, lora_last_blocks=1, lora_train="norms")
-
-
 def test_a_run_with_adapters_says_what_it_trains():
     m = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=128, max_seq_len=16)
-    n_trained = beginning.trained_parameters(m, ADAPTED)
-    assert n_trained == 4 * (2 + 4 + 5 + 5) * 64 + (4 * 2 + 2) * 64  # adapters; norms and biases
-    n_params = flops.n_params(m)
-    (line,) = beginning.describe_adapters(ADAPTED, n_trained, n_params)
-    for words in (f"{n_trained:,} parameters", f"{n_trained / n_params:.2%}", "and norms"):
-        assert words in line
-
-    plain = TrainConfig()
-    assert beginning.trained_parameters(m, plain) == n_params
-    assert beginning.describe_adapters(plain, n_params, n_params) == []
+    lora = {"init_from": "base", "lora_rank": 4, "lora_last_blocks": 1, "lora_train": "norms"}
+    cfg = TrainConfig(**lora)
+    n_trained = 4 * (2 + 4 + 5 + 5) * 64 + (4 * 2 + 2) * 64  # adapters; norms and biases
+    assert beginning.trained_parameters(m, cfg) == n_trained
+    n_params = beginning.trained_parameters(m, TrainConfig())
+    (line,) = beginning.describe_adapters(cfg, n_trained, n_params)
+    assert f"{n_trained:,} parameters" in line and f"{n_trained / n_params:.2%}" in line
 
 
 SHORT = TrainConfig(max_steps=12, warmup_steps=2, lr=3e-3, decoupled_weight_decay=0.1)
@@ -113,23 +91,23 @@ SHORT = TrainConfig(max_steps=12, warmup_steps=2, lr=3e-3, decoupled_weight_deca
         (9, "lr=1e-4", "lr 0.003 (here 0.0001): the learning rate goes from 1.23e-03 to 2.85e-05"),
         (9, "schedule=constant", "schedule cosine (here constant)"),
         (9, "max_steps=12", ""),  # nothing has changed
-        (9, "beta1=0.8", ""),
+        (9, "beta1=0.8", "the checkpoint has beta1 0.9 (here 0.8)"),
         (12, "max_steps=12", ""),  # no step is left
     ],
 )
-def test_a_learning_rate_that_jumps_where_a_run_resumes_is_noted(step, flag, words):
+def test_what_changes_where_a_run_resumes_is_noted(step, flag, words):
     same = [f"--{name}={value}" for name, value in asdict(SHORT).items() if value != []]
     (cfg,) = config.load([*same, f"--{flag}"], TrainConfig)
-    note = beginning.rate_note(cfg, resume.Start(Path("x"), {"step": step, **asdict(SHORT)}, ""))
-    assert len(note) == bool(words) and words in "".join(note)
+    start = resume.Start(Path("x"), {"step": step, **asdict(SHORT)}, "")
+    notes = beginning.notes_on_changes(cfg, start)
+    assert len(notes) == bool(words) and words in "".join(notes)
 
 
-@pytest.mark.parametrize("device", ["mi250", "h100", "a100-40gb"])
-def test_the_time_of_a_run_is_planned_before_it_starts(device, monkeypatch):
+def test_the_time_of_a_run_is_planned_before_it_starts(monkeypatch):
     """On devices that planning knows; the figures are those of `python plan.py`."""
     m = MPTConfig(d_model=2048, n_heads=16, n_layers=24, max_seq_len=2048)
     cfg = TrainConfig(global_batch_size=64, microbatch_size=4, max_steps=1000)
-    row = devices.by_name(device)
+    row = devices.by_name("mi250")
     monkeypatch.setattr(devices, "identify", lambda _: row)
     line = beginning.planned_time(m, cfg, World(0, 8, 0, 8, CPU), "bf16", None, first=400)
     seconds = search.evaluate(m, cfg, Fleet(row, 8, 8)).seconds["step"]
@@ -153,12 +131,6 @@ def test_where_planning_knows_nothing_a_matmul_says_how_long_it_takes_at_least(
         line = beginning.planned_time(m, cfg, world, precision, peak, first=30)
         assert f"at least {n_flops / rate:.3g} s a step" in line
         assert f" {datetime.timedelta(seconds=round(60 * n_flops / rate))} for 60 steps" in line
-
-    adapted = replace(cfg, init_from="base", lora_rank=4)  # every matmul that its step needs
-    needed = sum(sum(passes.values()) for passes in flops.flops_by_pass(m, adapted).values())
-    n_flops = cfg.global_batch_size * m.max_seq_len * needed
-    line = beginning.planned_time(m, adapted, world, precision, 4e12, first=30)
-    assert f"at least {n_flops / 4e12:.3g} s a step" in line
 
     endless = beginning.planned_time(m, replace(cfg, max_steps=10**15), world, precision, None, 0)
     assert "unknown time for 1,000,000,000,000,000 steps" in endless

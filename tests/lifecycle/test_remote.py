@@ -10,11 +10,11 @@ import functools
 import json
 import os
 import random
+import resource
 import signal
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +22,9 @@ import pytest
 import store_server
 from conftest import flags_for, refusal, slowly
 from launches import FLAGS, FOREVER, Job, steps_of, train_in, wait_for
+from store_server import copy, steps
+from test_checkpoint import made_up
+from test_scenarios import before_step, blame_the_data
 
 import checkpoint
 import fsdp_train
@@ -31,7 +34,7 @@ from lessons.elastic import steps_done
 from lifecycle import lease as leases
 from lifecycle import remote
 from lifecycle.lease import StoreLease
-from program import UserError
+from program import RESUME_ME, UserError
 from storage import object_store, remote_checkpoints
 from storage.object_store import open_store
 
@@ -57,9 +60,10 @@ def in_a_hurry(variables, rank=0):
 
 
 @pytest.fixture
-def hurry():
+def there(tmp_path):
+    """A folder that is a store, where seconds are tenths."""
     with in_a_hurry({}):
-        yield
+        yield open_store(f"file://{tmp_path}/there")
 
 
 def names_of(url) -> list[int]:
@@ -76,29 +80,28 @@ def names_of(url) -> list[int]:
 # The lease
 
 
-def test_a_remote_has_one_owner(tmp_path, hurry, capsys):
-    store = open_store(f"file://{tmp_path}/there")
-    first = StoreLease(store, "a")
+def test_a_remote_has_one_owner(there):
+    first = StoreLease(there, "a")
     first.take()
-    message = refusal(StoreLease(store, "b").take)
+    message = refusal(StoreLease(there, "b").take)
     assert f"is owned by process {os.getpid()} on " in message and "another --remote" in message
     fall_silent(first)
-    second = StoreLease(store, "b")
+    second = StoreLease(there, "b")
     second.take()
     assert second.version == first.version + 1
     first.beat()
     assert "is now owned by" in first.lost
     second.__exit__()
     begin = time.monotonic()
-    with StoreLease(store, "c") as third:
+    with StoreLease(there, "c") as third:
         third.take()
         fall_silent(third)
         for _ in range(leases.KEPT + 3):
-            again = StoreLease(store, "c")  # the same folder, after a kill
+            again = StoreLease(there, "c")  # the same folder, after a kill
             again.take()
             fall_silent(again)
     assert time.monotonic() - begin < 3 * leases.BEAT
-    assert len(store.sizes("lease")) == leases.KEPT
+    assert len(there.sizes("lease")) == leases.KEPT
 
 
 def fall_silent(lease) -> None:
@@ -107,40 +110,30 @@ def fall_silent(lease) -> None:
     lease.heartbeat.join()
 
 
-def test_of_many_who_want_a_remote_one_gets_it(tmp_path, hurry):
-    """Also where answers are lost: test_object_store.py."""
-    there = open_store(f"file://{tmp_path}/there")
-    owners, others = [], []
+def test_of_two_who_want_a_remote_the_slower_is_refused(there):
+    """It saw no owner either. That one of many wins is in test_object_store.py."""
+    create = there.create
 
-    def take(name):
-        try:
-            lease = StoreLease(there, name)
-            lease.take()
-            owners.append(name)
-            while others != [None] * 3:
-                lease.beat()
-        except UserError:
-            others.append(None)
+    def create_after_another(key, content):
+        create(key, b"{}")
+        return create(key, content)
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(take, "abcd"))
-    assert len(owners) == 1
+    there.create = create_after_another
+    assert "is owned by another run" in refusal(StoreLease(there, "b").take)
 
 
-def test_a_store_that_ignores_the_condition_is_refused(tmp_path, hurry):
-    store = open_store(f"file://{tmp_path}/there")
-    put = store.client.put
-    store.client = mock.Mock(wraps=store.client)
-    store.client.put = lambda key, content, **more: put(key, content)
-    assert "ignores conditional writes" in refusal(StoreLease(store, "a").take)
+def test_a_store_that_ignores_the_condition_is_refused(there):
+    put = there.client.put
+    there.client = mock.Mock(wraps=there.client)
+    there.client.put = lambda key, content, **more: put(key, content)
+    assert "ignores conditional writes" in refusal(StoreLease(there, "a").take)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 1}', b"\xff"])
-def test_a_damaged_lease_has_no_owner(tmp_path, content, hurry):
-    store = open_store(f"file://{tmp_path}/there")
-    store.put("lease/00000007.json", content)
-    store.put("lease/notes", b"")
-    lease = StoreLease(store, "a")
+@pytest.mark.parametrize("content", [b"[]", b'{"token": 1}', b"\xff"])
+def test_a_damaged_lease_has_no_owner(there, content):
+    there.put("lease/00000007.json", content)
+    there.put("lease/notes", b"")
+    lease = StoreLease(there, "a")
     lease.take()
     assert lease.version == 8
 
@@ -163,65 +156,28 @@ def mirror_of(folder, store) -> remote.Mirror:
         return remote.open_mirror(MPTConfig(), cfg)
 
 
-def write_checkpoint(folder, step, content=b"x") -> Path:
-    """What counts as one in the store: files of two ranks, and their list."""
-    path = folder / f"checkpoints/step-{step}"
-    path.mkdir(parents=True)
-    names = ["__0_0.distcp", "__1_0.distcp", "meta.json", ".metadata"]
-    for name in names:
-        (path / name).write_bytes(content)
-    sums = {name: [len(content), object_store.zlib.crc32(content)] for name in names}
-    (path / "checksums.json").write_text(json.dumps(sums))
-    return path
-
-
-def published_by(store) -> list[int]:
-    return [remote_checkpoints.place_of(name)[1] for name in remote_checkpoints.published(store)]
-
-
-def test_a_store_with_another_run_is_refused(tmp_path, hurry):
-    store = open_store(f"file://{tmp_path}/there")
-    mirror_of(tmp_path / "a", store).lease.__exit__()
-    write_checkpoint(tmp_path / "b", 4)
-    message = refusal(lambda: mirror_of(tmp_path / "b", store))
+def test_a_store_with_another_run_is_refused(tmp_path, there):
+    mirror_of(tmp_path / "a", there).lease.__exit__()
+    made_up(tmp_path / "b", 4)
+    message = refusal(lambda: mirror_of(tmp_path / "b", there))
     assert "holds another run than" in message and "set another --remote" in message
-    mirror_of(tmp_path / "c", store)  # it has nothing of its own yet, and goes on with that run
+    mirror_of(tmp_path / "c", there)  # it has nothing of its own yet, and goes on with that run
 
 
-def test_who_has_lost_the_remote_changes_nothing_there(tmp_path, hurry):
-    store = open_store(f"file://{tmp_path}/there")
-    first = mirror_of(tmp_path / "a", store)
+def test_who_has_lost_the_remote_changes_nothing_there(tmp_path, there):
+    first = mirror_of(tmp_path / "a", there)
     first.first_step = 4
     fall_silent(first.lease)
-    second = mirror_of(tmp_path / "b", store)
-    copy(store, write_checkpoint(tmp_path / "b", 8))
-    before = store.sizes()
+    second = mirror_of(tmp_path / "b", there)
+    copy(there, made_up(tmp_path / "b", 8))
+    before = there.sizes()
     assert "is now owned by" in refusal(first.copy_record)
-    assert store.sizes().keys() == before.keys() and published_by(store) == [8]
+    assert there.sizes().keys() == before.keys() and steps(there) == [8]
     second.first_step = 4
     second.copy_record()
-    assert published_by(store) == [] and second.lineage == 1
-    copy(store, write_checkpoint(tmp_path / "b", 6), 1)
-    assert published_by(store) == [6]
-
-
-def copy(store, path, lineage=0) -> None:
-    name = remote_checkpoints.name_for(store, path, lineage)
-    assert list(remote_checkpoints.upload(store, path, name))
-    remote_checkpoints.publish(store, path, name)
-
-
-def test_a_run_that_goes_back_again_before_it_has_saved(tmp_path, hurry):
-    """It was killed meanwhile: the next start goes back to the same step, not to a later one."""
-    store = open_store(f"file://{tmp_path}/there")
-    for step in (4, 8, 12):
-        copy(store, write_checkpoint(tmp_path / "a", step))
-    for _ in range(2):
-        assert remote_checkpoints.begin_lineage(store, 8) == 1
-        assert published_by(store) == [8, 4]
-    assert remote_checkpoints.begin_lineage(store, 4) == 2
-    assert remote_checkpoints.begin_lineage(store, 4) == 2
-    assert published_by(store) == [4]
+    assert steps(there) == [] and second.lineage == 1
+    copy(there, made_up(tmp_path / "b", 6), 1)
+    assert steps(there) == [6]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,7 +190,7 @@ class Cluster:
     def __init__(self, tmp_path, tiny_data, url, variables=None):
         self.tmp_path, self.url = tmp_path, url
         self.variables = variables or {}
-        self.flags = [*SAVES, *flags_for(tiny_data), f"--remote={url}"]
+        self.flags = [*SAVES, *flags_for(tiny_data), f"--remote={url}", "--run_dir=run"]
         self.count = 0
 
     def folder(self) -> Path:
@@ -244,11 +200,16 @@ class Cluster:
         folder.mkdir()
         return folder
 
-    def train(self, ranks, *flags, folder=None) -> tuple[int, str, str]:
+    def job(self, size: int, folder: Path, fault=None) -> Job:
+        """A run without end."""
+        fault = fault or functools.partial(in_a_hurry, self.variables)
+        return Job(folder, size, fsdp_train.main, [*self.flags, *FOREVER], fault=fault)
+
+    def train(self, ranks, *flags, folder=None, fault=None) -> tuple[int, str, str]:
         """A run to its end: status and message of rank 0, output of all."""
         where = folder or self.folder()
-        flags = [*self.flags, "--run_dir=run", *flags]
-        results = ranks(train_in, str(where), flags, functools.partial(in_a_hurry, self.variables))
+        fault = fault or functools.partial(in_a_hurry, self.variables)
+        results = ranks(train_in, str(where), [*self.flags, *flags], fault)
         return results[0][0], results[0][1], "".join(out for _, _, out in results)
 
 
@@ -263,15 +224,19 @@ def in_folder(tmp_path, tiny_data):
     return Cluster(tmp_path, tiny_data, f"file://{tmp_path}/there")
 
 
-@pytest.mark.parametrize("size", [2, slowly(1)])
-def test_a_run_goes_on_where_nothing_but_the_store_is_known(ranks, in_folder, size):
+@pytest.fixture
+def in_store(tmp_path, tiny_data, store):
+    return Cluster(tmp_path, tiny_data, store.url, store.variables)
+
+
+def test_a_run_goes_on_where_nothing_but_the_store_is_known(ranks, in_folder):
     """Its record is there, too."""
     status, message, out = in_folder.train(ranks(2), "--max_steps=6")
     assert status == 0 and "downloading" not in out, message
     assert names_of(in_folder.url)[0] == 6  # some of those in between are left out
 
     folder = in_folder.folder()
-    status, message, out = in_folder.train(ranks(size), "--max_steps=10", folder=folder)
+    status, message, out = in_folder.train(ranks(2), "--max_steps=10", folder=folder)
     assert status == 0 and "downloading step-6" in out, message
     assert [*rows_of(folder)] == [*range(1, 11)]
     assert names_of(in_folder.url)[0] == 10 and len(names_of(in_folder.url)) <= 2
@@ -279,21 +244,20 @@ def test_a_run_goes_on_where_nothing_but_the_store_is_known(ranks, in_folder, si
     assert [json.loads(line)["first_step"] for line in launches] == [0, 6]
 
 
-def test_what_trackers_have_been_sent_is_known_there(in_folder, tmp_path, hurry):
+def test_what_trackers_have_been_sent_is_known_there(tmp_path, there):
     """But not their own files."""
-    store = open_store(in_folder.url)
-    here, there = tmp_path / "here", tmp_path / "elsewhere"
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     (here / "trackers/wandb").mkdir(parents=True)
     (here / "trackers/wandb.json").write_text('{"step": 6}')
     (here / "trackers/wandb/large").write_text("x")
-    mirror = mirror_of(here, store)
+    mirror = mirror_of(here, there)
     mirror.first_step = 0
     mirror.copy_record()
-    (there / "trackers").mkdir(parents=True)
-    (there / "trackers/wandb.json.part").write_text('{"step": 5')  # of an earlier version
-    remote.Mirror(TrainConfig(run_dir=str(there), remote=store.url)).bring_record()
-    files = [path for path in there.rglob("*") if path.is_file()]
-    assert [path.relative_to(there).as_posix() for path in files] == ["trackers/wandb.json"]
+    (elsewhere / "trackers").mkdir(parents=True)
+    (elsewhere / "trackers/wandb.json.part").write_text('{"step": 5')  # of an earlier version
+    remote.Mirror(TrainConfig(run_dir=str(elsewhere), remote=there.url)).bring_record()
+    files = [path for path in elsewhere.rglob("*") if path.is_file()]
+    assert [path.relative_to(elsewhere).as_posix() for path in files] == ["trackers/wandb.json"]
     assert files[0].read_text() == '{"step": 6}'
 
 
@@ -327,8 +291,8 @@ def test_weights_that_a_run_began_with_need_not_be_on_another_machine(ranks, in_
 @pytest.mark.slow
 def test_what_is_half_deleted_or_damaged_is_passed_over(ranks, in_folder):
     folder = in_folder.folder()
-    for steps in (4, 8, 12):
-        done = in_folder.train(ranks(1), f"--max_steps={steps}", "--keep_last=3", folder=folder)
+    for last in (4, 8, 12):
+        done = in_folder.train(ranks(1), f"--max_steps={last}", "--keep_last=3", folder=folder)
         assert done[0] == 0
     store = open_store(in_folder.url)
     assert names_of(in_folder.url) == [12, 8, 4]
@@ -363,19 +327,18 @@ def test_here_or_there_the_newest_sound_one_wins(ranks, in_folder):
     status, message, out = in_folder.train(ranks(1), *flags)
     assert status == 0 and "resuming from run/checkpoints/step-12" in out, message
     store = open_store(in_folder.url)
-    assert published_by(store)[:2] == [14, 12]
+    assert steps(store)[:2] == [14, 12]
     newest, *others = remote_checkpoints.published(store)
     assert newest.startswith("1-step-14.") and set(others) <= before
     assert len([*(in_folder.tmp_path / "there/checkpoints").glob("step-14.*")]) == 1  # it stays
 
 
 @pytest.mark.slow
-def test_a_store_that_is_down_delays_nothing(ranks, tmp_path, tiny_data, store):
+def test_a_store_that_is_down_delays_nothing(ranks, in_store, store):
     """The run says so once, goes on, and catches up."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    folder, seen = cluster.folder(), store.proxy.requests
+    folder, seen = in_store.folder(), store.proxy.requests
     store.proxy.fault = lambda method, path: "refuse" if 40 < len(seen) < 100 else None
-    status, message, out = cluster.train(ranks(1), "--max_steps=40", folder=folder)
+    status, message, out = in_store.train(ranks(1), "--max_steps=40", folder=folder)
     assert status == 0, message
     assert out.count("The run goes on, and copies later") == 1
     assert out.count("answers again") == 1
@@ -384,19 +347,35 @@ def test_a_store_that_is_down_delays_nothing(ranks, tmp_path, tiny_data, store):
     assert stored == (folder / "run/metrics.jsonl").read_bytes()
 
 
+EXPIRED = 400, "ExpiredToken", "The provided token has expired."
+UNCOPIED = {  # the fault of the n-th request, whether it is waited for, and what the run says
+    "it does not answer": (
+        lambda n, path: "refuse" if "distcp" in path else None,
+        True,
+        ["is not in s3://", "the same command copies the rest"],
+    ),
+    "credentials expire": (
+        lambda n, path: EXPIRED if n > 15 else None,
+        False,
+        ["step-8 is not copied", "credentials have expired"],
+    ),
+}
+
+
 @pytest.mark.slow
-def test_the_wait_at_the_end_is_bounded(ranks, tmp_path, tiny_data, store):
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    store.proxy.fault = lambda method, path: "refuse" if "distcp" in path else None
+@pytest.mark.parametrize("name", UNCOPIED)
+def test_what_is_not_in_the_store_at_the_end_the_same_command_copies(ranks, in_store, store, name):
+    """The run ends with its checkpoints here, in bounded time."""
+    fault, is_waited_for, words = UNCOPIED[name]
+    store.proxy.fault = lambda method, path: fault(len(store.proxy.requests), path)
     prepare = functools.partial(impatient, store.variables)
-    folder = cluster.folder()
-    flags = [*cluster.flags, "--run_dir=run", "--max_steps=8"]
-    ((status, _, out),) = ranks(1)(train_in, str(folder), flags, prepare)
-    assert status == 0
-    assert "waiting at most 1 s" in out
-    assert "is not in s3://" in out and "the same command copies the rest" in out
+    folder = in_store.folder()
+    flags = {"folder": folder, "fault": prepare}
+    status, message, out = in_store.train(ranks(1), "--max_steps=8", **flags)
+    assert status == 0 and all(each in out for each in words), message
+    assert ("waiting at most 1 s" in out) == is_waited_for
     store.proxy.fault = lambda method, path: None
-    assert cluster.train(ranks(2), "--max_steps=8", folder=folder)[0] == 0  # finished, but copies
+    assert in_store.train(ranks(2), "--max_steps=8", folder=folder)[0] == 0  # finished, but copies
     assert names_of(store.url)[0] == 8
 
 
@@ -404,22 +383,6 @@ def test_the_wait_at_the_end_is_bounded(ranks, tmp_path, tiny_data, store):
 def impatient(variables, rank):
     with in_a_hurry(variables), mock.patch.object(remote, "WAIT", 1):
         yield
-
-
-@pytest.mark.slow
-def test_a_store_that_refuses_is_one_line(ranks, tmp_path, tiny_data, store):
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables | store_server.READER)
-    status, message, out = cluster.train(ranks(1), "--max_steps=4")
-    assert status == 2 and "lack permission" in message and "\n" not in message
-
-
-THREADS = [  # of a run: what fails in each of them
-    (leases.Lease, "write"),
-    (StoreLease, "write"),
-    (remote.Mirror, "copy_record"),
-    (remote.Mirror, "copy_checkpoint"),
-    (Heartbeat, "exchange"),
-]
 
 
 @contextlib.contextmanager
@@ -436,37 +399,29 @@ def failing_in_threads(place, name, rank):
         yield
 
 
-@pytest.mark.parametrize("place, name", [THREADS[1], *map(lambda case: slowly(*case), THREADS)])
-def test_a_thread_that_dies_ends_the_run(in_folder, place, name):
+@pytest.mark.parametrize(
+    "size, place, name",
+    [
+        (1, StoreLease, "write"),
+        slowly(1, leases.Lease, "write"),
+        slowly(1, remote.Mirror, "copy_record"),
+        slowly(2, remote.Mirror, "copy_checkpoint"),
+        slowly(1, Heartbeat, "exchange"),
+    ],
+)
+def test_a_thread_that_dies_ends_the_run(in_folder, size, place, name):
     """It would only seem to go on: without heartbeats another run takes over, without copies..."""
-    flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
     fault = functools.partial(failing_in_threads, place, name)
-    with Job(in_folder.folder(), 1, fsdp_train.main, flags, fault=fault) as job:
-        assert job.wait() == [1], job.log()[-3000:]
+    with in_folder.job(size, in_folder.folder(), fault) as job:
+        first, *others = job.wait()
+        assert first == 1 and set(others) <= {1, RESUME_ME}, job.log()[-3000:]
         assert f"RuntimeError: a bug in {name}" in job.log()
-
-
-@pytest.mark.slow
-def test_a_copier_that_dies_ends_all_ranks(in_folder):
-    flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
-    fault = functools.partial(failing_in_threads, remote.Mirror, "copy_checkpoint")
-    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=fault) as job:
-        statuses = job.wait()
-        assert statuses[0] == 1 and statuses[1] in (1, 75), job.log()[-3000:]
-        assert "a bug in copy_checkpoint" in job.log()
 
 
 @contextlib.contextmanager
 def mistaken(victim, rank):
     """This rank alone has a mistake, after it has saved."""
-    take = fsdp_train.train_step
-
-    def train_step(model, optimizer, rows, step, *more):
-        if (step, rank) == (8, victim):
-            raise UserError("my shard is damaged")
-        return take(model, optimizer, rows, step, *more)
-
-    with in_a_hurry({}), mock.patch.object(fsdp_train, "train_step", train_step):
+    with in_a_hurry({}), before_step(victim, blame_the_data, rank):
         yield
 
 
@@ -474,47 +429,29 @@ def mistaken(victim, rank):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_mistake_of_one_rank_is_one_line_and_ends_all_with_its_status(in_folder, victim):
     """A copy at the end is waited for together, and so only if all ranks end for one reason."""
-    flags = [*in_folder.flags, "--run_dir=run", *FOREVER]
-    fault = functools.partial(mistaken, victim)
-    with Job(in_folder.folder(), 2, fsdp_train.main, flags, fault=fault) as job:
+    with in_folder.job(2, in_folder.folder(), functools.partial(mistaken, victim)) as job:
         assert job.wait() == [2, 2], job.log()[-3000:]
         (line,) = job.errors()
         assert "my shard is damaged" in line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [store_server.ABORTED, store_server.CONFLICT])
-def test_a_conflict_loses_nothing(ranks, tmp_path, tiny_data, store, fault):
-    """One of each kind of request: of the lease, of a file, of the list of a checkpoint."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    kinds = {"lease/", "run.json", "distcp", "checksums.json", "metrics.jsonl"}
+def test_a_conflict_loses_nothing(ranks, in_store, store):
+    """Two of each kind of request: of the lease, of a file, of the list of a checkpoint."""
+    kinds = ["lease/", "run.json", "distcp", "checksums.json", "metrics.jsonl"]
+    faults = [store_server.ABORTED, store_server.CONFLICT]
+    left = [(kind, fault) for kind in kinds for fault in faults]
 
     def once(method, path):
-        for kind in kinds:
+        for kind, fault in left:
             if method == "PUT" and kind in path:
-                kinds.remove(kind)
+                left.remove((kind, fault))
                 return fault
 
     store.proxy.fault = once
-    status, message, out = cluster.train(ranks(1), "--max_steps=8")
+    status, message, out = in_store.train(ranks(1), "--max_steps=8")
     assert status == 0 and "goes on" not in out, message
-    assert not kinds and names_of(store.url)[0] == 8
-
-
-@pytest.mark.slow
-def test_credentials_that_expire_are_not_waited_for(ranks, tmp_path, tiny_data, store):
-    """The run ends with its checkpoints here, and says so."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    expired = 400, "ExpiredToken", "The provided token has expired."
-    seen = store.proxy.requests
-    store.proxy.fault = lambda method, path: expired if len(seen) > 15 else None
-    folder = cluster.folder()
-    status, message, out = cluster.train(ranks(1), "--max_steps=8", folder=folder)
-    assert status == 0 and "waiting at most" not in out, message
-    assert "step-8 is not copied" in out and "credentials have expired" in out
-    store.proxy.fault = lambda method, path: None
-    assert cluster.train(ranks(1), "--max_steps=8", folder=folder)[0] == 0
-    assert names_of(store.url)[0] == 8
+    assert not left and names_of(store.url)[0] == 8
 
 
 def test_a_remote_of_another_model_is_refused_before_anything_comes_down(ranks, in_folder):
@@ -529,28 +466,35 @@ def test_a_remote_of_another_model_is_refused_before_anything_comes_down(ranks, 
     assert in_folder.train(ranks(1), *flags, folder=other)[0] == 0
 
 
+@contextlib.contextmanager
+def small_files(rank):
+    """No file may grow beyond 40 kB, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.slow
-def test_a_full_disk_is_one_line(ranks, in_folder, python, tmp_path):
+def test_a_full_disk_is_one_line(ranks, in_folder):
     assert in_folder.train(ranks(1), "--max_steps=4")[0] == 0
-    done = python(*in_folder.flags, "--run_dir=run", "--max_steps=8", largest_file=40_000)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "File too large" in done.stderr
-    assert "step-4" in done.stderr
+    status, message, _ = in_folder.train(ranks(1), "--max_steps=8", fault=small_files)
+    assert status == 2 and "\n" not in message
+    assert "File too large" in message and "step-4" in message
 
 
 @pytest.mark.slow
-def test_two_clusters_cannot_own_a_run(ranks, tmp_path, tiny_data, store):
+def test_two_clusters_cannot_own_a_run(ranks, in_store, store):
     """The second one refuses. If it takes over while the first is suspended, the first stops."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    folder, flags = cluster.folder(), [*cluster.flags, "--run_dir=run", *FOREVER]
-    fault = functools.partial(in_a_hurry, store.variables)
-    with Job(folder, 1, fsdp_train.main, flags, fault=fault) as first:
+    with in_store.job(1, in_store.folder()) as first:
         wait_for(lambda: names_of(store.url) or not first.runs())
-        status, message, _ = cluster.train(ranks(1), "--max_steps=40")
+        status, message, _ = in_store.train(ranks(1), "--max_steps=40")
         assert status == 2 and "is owned by process" in message
         first.send(signal.SIGSTOP, 0)
         newest = names_of(store.url)[0]
-        status, message, _ = cluster.train(ranks(1), f"--max_steps={newest + 20}")
+        status, message, _ = in_store.train(ranks(1), f"--max_steps={newest + 20}")
         assert status == 0, message
         first.send(signal.SIGCONT, 0)
         assert first.wait() == [2]
@@ -563,7 +507,7 @@ def test_two_clusters_cannot_own_a_run(ranks, tmp_path, tiny_data, store):
 
 
 @pytest.mark.parametrize("kills", [slowly(2), pytest.param(10, marks=pytest.mark.long)])
-def test_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ranks, kills):
+def test_kills_with_the_store_as_the_only_memory(in_store, tiny_data, store, ranks, kills):
     """A run on 2 ranks that is killed again and again; each time other machines go on.
 
     Every tenth request fails in some way. At the end its curve is that of a calm run, bit by bit.
@@ -574,13 +518,10 @@ def test_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ran
     faults = ["503", "refuse", "cut", "corrupt", "lose", 0.2]
     faults += [store_server.ABORTED, store_server.CONFLICT]
     store.proxy.fault = lambda method, path: chance.choice(faults + 72 * [None])
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    fault = functools.partial(in_a_hurry, store.variables)
-    flags = [*cluster.flags, "--run_dir=run"]
     newest = 0
     for number in range(kills):
-        folder = cluster.folder()
-        with Job(folder, 2, fsdp_train.main, [*flags, *FOREVER], fault=fault) as job:
+        folder = in_store.folder()
+        with in_store.job(2, folder) as job:
             kill(job, store, newest, chance)
         last, before = steps_done(folder / "run"), newest
         newest = names_of(store.url)[0]
@@ -589,13 +530,12 @@ def test_kills_with_the_store_as_the_only_memory(tmp_path, tiny_data, store, ran
         print(f"killed at step {last}, the store has {names_of(store.url)}", flush=True)
 
     end = ["--schedule=constant", f"--max_steps={newest + 6}"]
-    status, message, out = cluster.train(ranks(2), *end)
+    folder, calm = in_store.folder(), in_store.folder()
+    status, message, out = in_store.train(ranks(2), *end, folder=folder)
     assert status == 0 and f"downloading step-{newest} " in out, message
-    calm = tmp_path / "calm"
-    calm.mkdir()
     flags = [*SAVES, *flags_for(tiny_data), "--run_dir=run", *end]
     assert ranks(2)(train_in, str(calm), flags)[0][0] == 0
-    assert rows_of(cluster.tmp_path / f"cluster-{cluster.count}") == rows_of(calm)
+    assert rows_of(folder) == rows_of(calm)
 
 
 def kill(job, store, newest: int, chance) -> None:
@@ -613,22 +553,20 @@ def kill(job, store, newest: int, chance) -> None:
 def published_after(url, step: int) -> bool:
     """Has the store a complete checkpoint after this step?"""
     with contextlib.suppress(UserError):
-        return max(published_by(open_store(url)), default=0) > step
+        return max(steps(open_store(url)), default=0) > step
     return False
 
 
 @pytest.mark.slow
-def test_after_a_kill_no_more_than_an_interval_is_lost(tmp_path, tiny_data, store):
+def test_after_a_kill_no_more_than_an_interval_is_lost(in_store, store):
     """If the last checkpoint was uploaded: those steps, and those taken while the next is saved."""
-    cluster = Cluster(tmp_path, tiny_data, store.url, store.variables)
-    fault = functools.partial(slow_steps, store.variables)
-    folder, flags = cluster.folder(), [*cluster.flags, "--run_dir=run", *FOREVER]
+    folder = in_store.folder()
 
     def is_copied():
         newest = checkpoint.latest(folder / "run")
         return newest and published_after(store.url, checkpoint.number(newest) - 1)
 
-    with Job(folder, 2, fsdp_train.main, flags, fault=fault) as job:
+    with in_store.job(2, folder, functools.partial(slow_steps, store.variables)) as job:
         wait_for(lambda: is_copied() or not job.runs())
         for rank in (0, 1):
             job.send(signal.SIGKILL, rank)

@@ -4,7 +4,6 @@ import math
 import re
 import signal
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,26 +16,19 @@ from lifecycle.run import BadSteps, LateReader, Run, Skips, StepConsensus, save_
 from processes import World
 from program import UserError
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1, CPU)
 
-
-def steps_with(is_due, max_steps=10):
-    return [done for done in range(max_steps + 1) if is_due(done)]
-
-
-def test_what_follows_each_step():
-    cfg = TrainConfig(max_steps=10, eval_interval=4, icl_interval=5, save_interval=3, keep_every=6)
-    assert steps_with(cfg.evaluation_due) == [0, 4, 8, 10]
-    assert steps_with(cfg.tasks_due) == [0, 5, 10]
-    assert steps_with(lambda done: save_due(cfg, done)) == [3, 6, 9, 10]
-
-
-def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
-    cfg = TrainConfig(max_steps=10, eval_interval=0, save_interval=0, keep_every=0)
-    assert steps_with(cfg.evaluation_due) == [0, 10]
-    assert steps_with(cfg.tasks_due) == []
-    assert steps_with(lambda done: save_due(cfg, done)) == [10]
+@pytest.mark.parametrize(
+    "settings, evaluates, scores, saves",
+    [
+        ({"eval_interval": 4, "icl_interval": 5}, [0, 4, 8, 10], [0, 5, 10], [10]),
+        ({"eval_interval": 0, "save_interval": 5, "keep_every": 4}, [0, 10], [], [4, 5, 8, 10]),
+    ],
+)
+def test_what_follows_each_step(settings, evaluates, scores, saves):
+    cfg = TrainConfig(max_steps=10, **settings)
+    assert [done for done in range(11) if cfg.evaluation_due(done)] == evaluates
+    assert [done for done in range(11) if cfg.tasks_due(done)] == scores
+    assert [done for done in range(11) if save_due(cfg, done)] == saves
 
 
 @pytest.mark.parametrize(
@@ -61,64 +53,24 @@ def test_good_checkpoints_stay_during_bad_steps_unless_the_run_ends(done, agreed
     assert Run.save_is_due(now) is saves
 
 
-def wishing(world, cfg=None, signals=None, settled=True, saved_at=0.0):
-    """A Run as far as `agree` knows it."""
-    done = SimpleNamespace(settled=lambda: settled)
-    return SimpleNamespace(
+def figures_of(world, of_ranks):
+    """What the ranks agree on if each has its own (signal, writes still, seconds, GB)."""
+    stop_signal, writes, seconds, memory_gb = of_ranks[world.global_rank]
+    mine = SimpleNamespace(
         world=world,
-        cfg=cfg or TrainConfig(save_minutes=0),
-        signals=signals or SimpleNamespace(stop_signal=0),
+        cfg=TrainConfig(save_minutes=0),
+        signals=SimpleNamespace(stop_signal=stop_signal),
         log=SimpleNamespace(stop_signal=0),
-        checkpointer=done,
-        lease=SimpleNamespace(mirror=done),
-        saved_at=saved_at,
+        checkpointer=SimpleNamespace(settled=lambda: not writes),
+        saved_at=0.0,
     )
+    return Run.agree(mine), run.of_all_ranks(world, seconds, memory_gb)
 
 
-def test_the_clock_for_saving(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now))
-    saved = wishing(ALONE, TrainConfig(save_minutes=2), saved_at=now)
-    now += 119
-    assert not Run.agree(saved).save
-    now += 2
-    assert Run.agree(saved).save
-    saved.saved_at = now
-    assert not Run.agree(saved).save
-    now += 1e6
-    assert not Run.agree(wishing(ALONE, saved_at=1000.0)).save
-
-
-def agree(world, wishes):
-    """What the ranks agree on if each has its own (signal, save is overdue, save is done)."""
-    stop_signal, overdue, settled = wishes[world.global_rank]
-    cfg = TrainConfig(save_minutes=1)
-    saved_at = time.monotonic() - (61 if overdue else 0)
-    signals = SimpleNamespace(stop_signal=stop_signal)
-    return Run.agree(wishing(world, cfg, signals, settled, saved_at))
-
-
-def of_all_ranks(world, own):
-    return run.of_all_ranks(world, *own[world.global_rank])
-
-
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_one_rank_wants_happens_on_all(ranks, size):
-    def answer(function, *of_even_and_odd_ranks):
-        answers = ranks(size)(function, (of_even_and_odd_ranks * size)[:size])
-        assert all(answer == answers[0] for answer in answers)
-        return answers[0]
-
-    nothing = (0, False, True)
-    idle = StepConsensus(0, False, all_saved=True, all_copied=True)
-    assert answer(agree, nothing) == idle
-    assert answer(of_all_ranks, (0.5, 2.0)) == (2.0, 0, 1.0)
-    if size > 1:
-        stopping = answer(agree, nothing, (signal.SIGTERM, False, True))
-        assert stopping == replace(idle, stop_signal=signal.SIGTERM)
-        assert answer(agree, nothing, (0, True, False)) == StepConsensus(save=True)
-        assert answer(of_all_ranks, (30.0, 2.0), (0.5, 3.5)) == (3.5, 0, 60)
-        assert answer(of_all_ranks, (0.5, 2.0), (30.0, 2.0)) == (2.0, 1, 60)
+def test_what_one_rank_wants_happens_on_all(ranks):
+    """A signal, and that a save is still being written; and the straggler has its name."""
+    found = ranks(2)(figures_of, [(15, False, 0.5, 3.5), (0, True, 30.0, 2.0)])
+    assert found == [(StepConsensus(15, save=False, all_saved=False), (3.5, 1, 60))] * 2
 
 
 class Lagging:
@@ -127,11 +79,21 @@ class Lagging:
     def __init__(self, **settings):
         self.rows, self.always_shown = [], []
         cfg = TrainConfig(max_steps=100, warmup_steps=0, max_bad_steps=9, **settings)
-        self.run = wishing(ALONE, cfg, saved_at=time.monotonic())
-        self.run.log.row = self.row
-        self.run.model_cfg = MPTConfig(d_model=32, n_heads=2, n_layers=1)
-        self.run.skips, self.run.peak, self.run.done = Skips(cfg), None, 0
-        self.run.timer = SimpleNamespace(take=lambda: lambda: 0.1)
+        idle = SimpleNamespace(settled=lambda: True)
+        self.run = SimpleNamespace(
+            world=World(0, 1, 0, 1, torch.device("cpu")),
+            model_cfg=MPTConfig(d_model=32, n_heads=2, n_layers=1),
+            cfg=cfg,
+            signals=SimpleNamespace(stop_signal=0),
+            log=SimpleNamespace(stop_signal=0, row=self.row),
+            checkpointer=idle,
+            lease=SimpleNamespace(mirror=idle),
+            timer=SimpleNamespace(take=lambda: lambda: 0.1),
+            skips=Skips(cfg),
+            peak=None,
+            done=0,
+            saved_at=time.monotonic(),
+        )
         self.reader = LateReader(self.run)
         self.reader.lag = 1
 

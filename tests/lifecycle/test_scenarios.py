@@ -157,9 +157,9 @@ CASES = [
     slowly("killed", "tp 2 x pp 2", 3),
     slowly("hangs in a step", "tp 2 x pp 2", 2),
     slowly("is out of memory", "tp 2 x pp 2", 3),
-    slowly("cannot save", "tp 2 x pp 2", 3),
     slowly("is warned", "tp 2 x pp 2", 3),
     at_length("is asked to end", "dp", 1),  # as in test_trackers.py
+    at_length("cannot save", "tp 2 x pp 2", 3),
     at_length("stands still", "dp", 1),
     at_length("stands still", "tp 2 x pp 2", 2),
     at_length("is mistaken", "tp 2 x pp 2", 3),

@@ -96,7 +96,7 @@ def keep_pythons_lock(seconds, rank):
 )
 def test_a_rank_that_is_held_up_is_not_given_up(sleepers, patience):
     """Two are stopped for 5/6 of the time that a silence may last, one of them with the server; the
-    third keeps Python's lock from its threads. Then one is killed in earnest, and all end."""
+    third keeps Python's lock from its threads."""
     body = functools.partial(keep_pythons_lock, patience * 2 // 3)
     job = sleepers(3, patience, body)
     job.send(signal.SIGSTOP, 1)
@@ -108,20 +108,16 @@ def test_a_rank_that_is_held_up_is_not_given_up(sleepers, patience):
     job.send(signal.SIGCONT, 0)
     time.sleep(patience / 4)
     assert job.wait(0) == [None] * 3 and not job.errors()
-    job.send(signal.SIGKILL, 1)
-    assert job.wait(90, but=1) == [RESUME_ME] * 2
-    (line,) = job.errors()
-    assert line.startswith(f"error: no sign of life for {patience} s: {job.name_of(1)}")
 
 
 def leave_in_turns(rank):
-    time.sleep([14, 0, 28][rank])
+    time.sleep([10, 0, 20][rank])
 
 
 @pytest.mark.slow
 def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers):
-    """Rank 1 leaves at once, rank 0 after 14 s, rank 2 after 28 s: a silence may last 12 s."""
-    job = sleepers(3, patience=12, body=leave_in_turns)
+    """Rank 1 leaves at once, rank 0 after 10 s, rank 2 after 20 s: a silence may last 8 s."""
+    job = sleepers(3, patience=8, body=leave_in_turns)
     assert job.wait() == [0] * 3
     assert not job.errors()
     assert "TCPStore.cpp" not in job.log()  # nor does the store complain
@@ -160,10 +156,10 @@ def test_a_rank_looks_at_rank_0_alone_and_waits_for_its_store():
 
 
 def slow_then_hanging(rank):
-    """All ranks take 9 s for a step; then rank 0 hangs where it writes the step's row."""
+    """All ranks take 6 s for a step; then rank 0 hangs where it writes the step's row."""
 
     def slow(cfg):
-        time.sleep(9)
+        time.sleep(6)
         if rank == 0:
             mock.patch.object(runlog.RunLog, "row", lambda *_, **__: time.sleep(10**6)).start()
 
@@ -174,7 +170,7 @@ def slow_then_hanging(rank):
 def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later(
     tiny_data, tmp_path
 ):
-    """For the others that step is over: their own patience would last 9 s longer."""
+    """For the others that step is over: their own patience would last 6 s longer."""
     flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, "--run_dir=run", "--timeout_minutes=0.4"]
     with Job(tmp_path, 2, fsdp_train.main, flags, slow_then_hanging) as job:
         assert job.wait() == [RESUME_ME] * 2

@@ -4,7 +4,6 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,6 @@ from planning.fleet import Fleet
 from planning.search import LayoutArgs, Question
 from program import UserError
 
-ROOT = Path(__file__).parent.parent.parent
-MPT7B = str(ROOT / "configs/mpt7b.py")
-OPEN = LayoutArgs()
-
 
 def test_shapes_are_mpts():
     layers_of = {1024: 24, 2048: 24, 2560: 32, 4096: 32, 7168: 48}
@@ -27,10 +22,13 @@ def test_shapes_are_mpts():
         assert (m.n_heads, m.n_layers) == (width // 128, layers)
 
 
-def mpt1b_on(n: int, asked=OPEN, kind="mi250", **settings) -> Question:
+OPEN = LayoutArgs()
+
+
+def mpt1b_on(n: int, asked=OPEN, **settings) -> Question:
     """MPT-1B on n devices."""
     cfg = TrainConfig(global_batch_size=256, **settings)
-    return Question(MPTConfig(), cfg, asked, Fleet(devices.by_name(kind), n))
+    return Question(MPTConfig(), cfg, asked, Fleet(devices.by_name("mi250"), n))
 
 
 def random_question(seed: int) -> Question:
@@ -92,8 +90,8 @@ def exhaustive(q: Question) -> float | None:
 
 
 # A few are quick, some slow.
-QUICK = {6, 13, 31}
-SLOW = set(range(1, 19)) - QUICK
+QUICK = {6, 31}
+SLOW = {1, 2, 3, 4, 5, 7, 8, 9, 13}
 SEEDS = [
     *QUICK,
     *[pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW],
@@ -115,18 +113,24 @@ def test_the_choice_is_that_of_an_exhaustive_search(seed):
     assert 0.97 * rate <= plan.tokens_per_second <= (1 + 1e-9) * rate
 
 
-def test_what_is_asked_is_kept_and_groups_need_several_nodes():
-    asked = LayoutArgs(tp=2, pp=1, microbatch_size=2, activation_checkpointing="full")
-    plans = search.best(mpt1b_on(16, asked), n=9)
+def test_what_is_asked_is_kept():
+    """Groups of ranks need several nodes, and divide the ranks."""
+    asked = LayoutArgs(
+        tp=2, microbatch_size=2, activation_checkpointing="selective", recompute_every=3
+    )
+    plans = search.best(mpt1b_on(16, replace(asked, pp=1)), n=9)
     for plan in plans:
         assert (plan.cfg.tp, plan.cfg.pp, plan.cfg.microbatch_size) == (2, 1, 2)
-        assert (plan.cfg.activation_checkpointing, plan.cfg.recompute_every) == ("full", 1)
+        assert (plan.cfg.activation_checkpointing, plan.cfg.recompute_every) == ("selective", 3)
     assert {plan.cfg.sharding for plan in plans} == set(SHARDING_MODES)
-    hybrid = [plan for plan in plans if plan.cfg.sharding == "HYBRID_SHARD"]
-    assert {plan.cfg.shard_size for plan in hybrid} == {4}
-
-    plans = search.best(mpt1b_on(8, asked), n=9)
+    assert {plan.cfg.shard_size for plan in plans if plan.cfg.sharding == "HYBRID_SHARD"} == {4}
+    plans = search.best(mpt1b_on(8, replace(asked, pp=1)), n=9)
     assert "HYBRID_SHARD" not in {plan.cfg.sharding for plan in plans}
+
+    # 48 data-parallel ranks are three groups of 16; 24 or 12 are none.
+    q = mpt1b_on(48, LayoutArgs(sharding="HYBRID_SHARD"), shard_size=16)
+    q = replace(q, cfg=replace(q.cfg, global_batch_size=96))
+    assert {plan.dp for plan in search.best(q, n=99)} == {48, 16}
 
 
 def test_sequence_parallelism_is_tried_where_nobody_sets_it():
@@ -134,29 +138,12 @@ def test_sequence_parallelism_is_tried_where_nobody_sets_it():
     rates = {}
     for value in (False, True, "auto"):
         asked = LayoutArgs(tp=4, pp=1, sharding="ZERO1", sequence_parallel=value)
-        (plan,) = search.best(mpt1b_on(8, asked), n=9)
+        plan = search.fastest(mpt1b_on(8, asked))
         rates[value] = plan.tokens_per_second
         assert value in ("auto", plan.cfg.sequence_parallel)
-    assert rates["auto"] == max(rates[False], rates[True])
+    assert rates["auto"] == max(rates[False], rates[True]) > min(rates[False], rates[True])
     odd = replace(mpt1b_on(8, asked), m=MPTConfig(max_seq_len=2047))
     assert not search.fastest(odd).cfg.sequence_parallel
-
-
-def test_groups_that_do_not_divide_the_ranks_are_passed_over():
-    """48 data-parallel ranks are three groups of 16; 24 or 12 are none."""
-    q = mpt1b_on(48, LayoutArgs(sharding="HYBRID_SHARD"), shard_size=16)
-    q = replace(q, cfg=replace(q.cfg, global_batch_size=96))
-    plans = search.best(q, n=99)
-    assert {plan.dp for plan in plans} == {48, 16}
-    assert {plan.cfg.shard_size for plan in plans} == {16}
-
-
-def test_a_recompute_every_that_is_asked_is_kept():
-    asked = LayoutArgs(tp=1, pp=1, recompute_every=3, sharding="FULL_SHARD", microbatch_size=16)
-    plan = search.fastest(mpt1b_on(8, asked))
-    assert plan.cfg.recompute_every == 3 or plan.cfg.activation_checkpointing == "none"
-    plan = search.fastest(mpt1b_on(8, replace(asked, activation_checkpointing="selective")))
-    assert (plan.cfg.activation_checkpointing, plan.cfg.recompute_every) == ("selective", 3)
 
 
 @pytest.mark.parametrize("pp, expected", [(1, {4, 2, 1}), (4, {2, 1}), (5, {1})])

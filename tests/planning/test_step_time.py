@@ -1,6 +1,9 @@
-"""planning/step_time.py by hand computation, and beside real steps on fake tensors."""
+"""planning/step_time.py by hand, and beside real steps on fake tensors.
 
-import re
+What published runs do is pinned in test_published.py: most layouts, links inside and between nodes,
+bubbles, recomputation as other programs do it. Here is what none of them had.
+"""
+
 from dataclasses import replace
 
 import pytest
@@ -13,13 +16,11 @@ from config import MPTConfig, TrainConfig
 from planning import step_time
 from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime
-from program import UserError
 
 A100 = devices.by_name("a100")
 M = MPTConfig(d_model=1024, n_heads=16, n_layers=8, max_seq_len=512, vocab_size=4096)
 BLOCKS = 8 * 12 * 1024**2  # weights of the matmuls
 EASY = replace(Constants(), tile=0.0, hop=0.0, overlap=1.0, copy_bytes=0.0)
-FOUNDRY = {"block_bytes": 460, "logit_bytes": 24, "repeats_all": True}
 
 
 def run(batch=16, micro=4, **more) -> TrainConfig:
@@ -38,16 +39,12 @@ def test_compute_of_one_device_by_hand():
     # The loss kernel reads each bf16 logit twice and writes it once.
     traffic = tokens * (8 * 1024 * EASY.block_bytes + 4096 * 3 * 2)
     assert step.memory() == pytest.approx(traffic / bandwidth)
-    foundry = StepTime(M, run(), Fleet(A100), replace(EASY, **FOUNDRY))
-    assert foundry.memory() == pytest.approx(tokens * (8 * 1024 * 460 + 4096 * 24) / bandwidth)
 
     parts = step.parts()
     n_params = BLOCKS + 8 * 13 * 1024 + 2 * 1024 + (4096 + 512) * 1024
     assert parts["optimizer"] == pytest.approx(30 * n_params / bandwidth)
     microbatch = step.matmuls() + step.attention() + step.memory()
     assert parts["step"] == pytest.approx(4 * microbatch + parts["optimizer"])
-    assert parts["bubble"] == parts["exposed traffic"] == parts["tensor parallel"] == 0
-    assert parts["between stages"] == 0
     rate = step_time.tokens_per_second(M, run(), Fleet(A100), EASY)
     assert rate == pytest.approx(16 * 512 / parts["step"])
 
@@ -75,41 +72,18 @@ def test_traffic_of_adapters_by_hand():
 
 
 def test_recomputation_is_a_forward_more_of_the_blocks():
-    def step(mode: str, every: int = 1, c=EASY) -> StepTime:
-        cfg = run(activation_checkpointing=mode, recompute_every=every)
-        return StepTime(M, cfg, Fleet(A100), c)
+    """Nothing needs the output of a block's last matmul, a third of its forward."""
 
-    none, full, half, selective = step("none"), step("full"), step("full", 2), step("selective")
+    def step(mode: str, every: int = 1) -> StepTime:
+        cfg = run(activation_checkpointing=mode, recompute_every=every)
+        return StepTime(M, cfg, Fleet(A100), EASY)
+
+    none, full, half = step("none"), step("full"), step("full", 2)
     forward = 2 * 4 * 512 * BLOCKS / (0.87 * 312e12)
-    # Nothing needs the output of a block's last matmul, a third of its forward.
     assert full.matmuls() - none.matmuls() == pytest.approx(forward * 2 / 3)
     assert half.matmuls() - none.matmuls() == pytest.approx(forward / 3)
-    repeats_all = step("full", c=replace(EASY, repeats_all=True))
-    assert repeats_all.matmuls() - none.matmuls() == pytest.approx(forward)
     assert full.attention() == pytest.approx(9 / 7 * none.attention())
-    assert selective.matmuls() == none.matmuls()
-    assert none.memory() < selective.memory() == full.memory()
-
-
-def test_small_matmuls_are_slower():
-    """By hand, at a tile of 2048 x 1024: each product wastes the time of one.
-
-    A product's elements are tokens x the features out in the forward, x the features in for the
-    input's gradient, and the mean of the two wastes for the weight's. That is 3 / 2 of the sum of
-    features in and out, and of 3 passes over weights of 12 d^2 in a block, 4 d^2 in the logits.
-    """
-    tokens = 4 * 512
-    c = replace(EASY, tile=tokens * 1024)
-    seconds = StepTime(M, run(), Fleet(A100), EASY).matmuls()
-    sides = 8 * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1)) + (1 + 4)  # in d
-    weights = 8 * 12 + 4  # in d^2
-    whole = seconds * (1 + sides / 2 / weights)
-    assert StepTime(M, run(), Fleet(A100), c).matmuls() == pytest.approx(whole)
-
-    # Two tensor ranks halve one side of each, not both: half the work, not half the waste.
-    sides = 8 * ((1 + 3 / 2) + (1 / 2 + 1) + (1 + 2) + (2 + 1)) + (1 + 2)
-    halves = seconds * (1 / 2 + sides / 2 / weights)
-    assert StepTime(M, run(tp=2), Fleet(A100, 2), c).matmuls() == pytest.approx(halves)
+    assert none.memory() < step("selective").memory() == full.memory()
 
 
 def test_what_data_parallel_modes_send():
@@ -124,25 +98,11 @@ def test_what_data_parallel_modes_send():
     assert seconds["ZERO1"] == (0, pytest.approx((4 + 2) * one))
     assert seconds["DDP"] == (0, pytest.approx(2 * 4 * one))
 
-
-def test_hybrid_sharding_stays_in_a_node_but_for_gradients():
-    fleet = Fleet(A100, 16, 8, network_gbs=50)
-    step = StepTime(M, run(sharding="HYBRID_SHARD", shard_size=8, batch=64), fleet, EASY)
-    assert step.shard_ranks == 8
+    two_nodes = Fleet(A100, 16, 8, network_gbs=50)
+    step = StepTime(M, run(sharding="HYBRID_SHARD", shard_size=8, batch=64), two_nodes, EASY)
     assert step.traffic() == pytest.approx((2 + 2 + 4) * step.n_params * 7 / 8 / (300e9 * 0.7))
     # Eight rings, one for each device of a node, share its 50 GB/s. Each all-reduces an eighth.
     assert step.once() == pytest.approx(2 * 4 * step.n_params / 8 / 2 / (50e9 / 8 * 0.7))
-
-
-def test_a_ring_goes_at_the_speed_of_its_slowest_link():
-    inside, across = Fleet(A100, 8, 8, 100), Fleet(A100, 16, 8, 100)
-    assert inside.bandwidth(8, 1) == 300e9
-    assert across.bandwidth(16, 1) == 100e9  # one ring through all: it has the network alone
-    four_rings = Fleet(A100, 16, 8, 100)  # with two ranks of each in a node
-    assert four_rings.bandwidth(4, 4) == 25e9
-    assert replace(across, network_gbs=4000).bandwidth(16, 1) == 300e9
-    latency = StepTime(M, run(), Fleet(A100, 8), replace(EASY, hop=1e-6)).ring(0, 8, 1, calls=3)
-    assert latency == pytest.approx(3 * 7e-6)
 
 
 WITHOUT_LOGITS = replace(M, vocab_size=1)  # so that all stages are equally fast
@@ -152,16 +112,6 @@ def staged(m, batch, pp, **more) -> dict:
     """The seconds of a step by part, of microbatches of 1, on links that take no time."""
     fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp)
     return StepTime(m, run(batch, 1, sharding="ZERO1", pp=pp, **more), fleet, EASY).parts()
-
-
-def test_the_bubble():
-    """(p - 1) / n of the other parts."""
-    for pp in (2, 4):
-        parts = staged(WITHOUT_LOGITS, 16, pp)
-        rest = sum(parts[name] for name in ("matmuls", "attention", "memory-bound"))
-        assert parts["bubble"] == pytest.approx(rest * (pp - 1) / 16, rel=1e-3)
-        share = parts["bubble"] / (rest + parts["bubble"])
-        assert share == pytest.approx((pp - 1) / (16 + pp - 1), rel=1e-3)
 
 
 def test_the_slowest_stage_sets_the_pace():
@@ -178,28 +128,6 @@ def test_the_slowest_stage_sets_the_pace():
     six_layers = staged(replace(WITHOUT_LOGITS, n_layers=6), 1, 1)["matmuls"]
     two_layers = staged(replace(WITHOUT_LOGITS, n_layers=2), 1, 1)["matmuls"]
     assert staged(m, 16, 4)["matmuls"] == pytest.approx(16 * (two_layers + six_layers), rel=1e-3)
-
-
-def test_stages_send_hidden_states_one_way_and_gradients_the_other():
-    """4 GCDs of different nodes share the network of their node with 7 others each."""
-    stream = 2 * 4 * 512 * 1024  # bytes: microbatch x tokens x d_model in bf16
-    fleet = Fleet(A100, 32, 8, network_gbs=50)
-    cfg = run(batch=32, pp=4)
-    step = StepTime(M, cfg, fleet, EASY, stage=1)
-    assert step.bytes_to_stages() == 2 * stream
-    assert step.stages() == pytest.approx(2 * stream / (50e9 / 8 * 0.7))
-    assert StepTime(M, cfg, fleet, EASY, stage=0).bytes_to_stages() == stream
-    assert StepTime(M, run(), Fleet(A100), EASY).stages() == 0
-
-
-def test_tensor_parallelism_sends_four_all_reduces_a_layer():
-    """And one each for the embedding, in fp32 as long as nothing is sharded, and for the loss."""
-    stream = 2 * 4 * 512 * 1024
-    step = StepTime(M, run(tp=4), Fleet(A100, 4), EASY)
-    all_reduces = 8 * 4 + 2 + 1
-    assert step.tensor() == pytest.approx(all_reduces * 2 * stream * 3 / 4 / (300e9 * 0.7))
-    sharded = StepTime(M, run(tp=4), Fleet(A100, 8), EASY)
-    assert sharded.tensor_traffic() == {stream: 2 * (8 * 4 + 2)}
 
 
 def traced(m, cfg, ranks, stage=0) -> tuple[float, int, int]:
@@ -228,13 +156,11 @@ BLOCK = {"d_model": 128, "n_heads": 8, "vocab_size": 1024, "max_seq_len": 64, "a
 GATHERS = {"sequence_parallel": True}
 AGAIN = {mode: {"activation_checkpointing": mode} for mode in ("none", "selective", "full")}
 SPLITS = [  # tp, data-parallel ranks, stages and which one, layers, settings, changes to the model
-    (2, 1, 1, 0, 3, {**AGAIN["selective"], **GATHERS}, {"kv_n_heads": 1, "qk_ln": True}),
-    (4, 2, 1, 0, 3, AGAIN["full"], {"kv_n_heads": 4, "vocab_size": 1027}),
+    (2, 1, 1, 0, 2, {**AGAIN["selective"], **GATHERS}, {"kv_n_heads": 1, "qk_ln": True}),
     (1, 2, 3, 1, 4, AGAIN["selective"], {}),
-    (2, 1, 3, 1, 5, {**AGAIN["selective"], **GATHERS}, {}),
-    slowly(4, 1, 1, 0, 3, AGAIN["none"], {"qk_ln": True}),
+    slowly(4, 2, 1, 0, 2, AGAIN["full"], {"kv_n_heads": 4, "vocab_size": 1027}),
+    slowly(2, 1, 3, 1, 5, {**AGAIN["selective"], **GATHERS}, {}),
     slowly(2, 2, 1, 0, 3, {**AGAIN["none"], **GATHERS}, {"kv_n_heads": 1}),
-    slowly(2, 3, 3, 0, 5, AGAIN["selective"], {}),
     slowly(2, 1, 3, 2, 5, {**AGAIN["selective"], **GATHERS}, {}),
 ]
 
@@ -257,6 +183,7 @@ def test_a_rank_computes_and_sends_what_is_predicted(tp, dp, pp, stage, layers, 
         assert n * predicted == pytest.approx(sent, rel=0.03)
 
 
+@pytest.mark.slow
 def test_blocks_below_the_first_adapter_send_nothing_backward():
     """A real step on fake tensors, with adapters on the last of three blocks."""
     m = MPTConfig(**BLOCK, n_layers=3)
@@ -266,34 +193,3 @@ def test_blocks_below_the_first_adapter_send_nothing_backward():
     step = StepTime(m, cfg, Fleet(A100, 2))
     predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
     assert 2 * predicted == pytest.approx(sent, rel=0.05)
-
-
-def test_many_nodes_leave_each_other_less_of_the_network():
-    """3 % less for each doubling beyond 16 nodes, which one switch joins."""
-    assert [Fleet(A100, 8 * n).share_of_network for n in (1, 2, 16)] == [1, 1, 1]
-    assert Fleet(A100, 8 * 64).share_of_network == pytest.approx(0.97**2)
-    assert Fleet(A100, 512, 8, 100).bandwidth(512, 1) == pytest.approx(100e9 * 0.97**2)
-    assert Fleet(A100, 512, 8, 100).bandwidth(8, 1) == 300e9  # inside a node
-
-
-def test_sequence_parallelism_divides_the_memory_traffic_of_norms():
-    fleet = Fleet(A100, 4)
-    whole = StepTime(M, run(tp=4), fleet, EASY)
-    divided = StepTime(M, run(tp=4, sequence_parallel=True), fleet, EASY)
-    norms = 4 * 512 * 8 * 1024 * EASY.block_bytes / 3
-    assert whole.memory() - divided.memory() == pytest.approx(norms * 3 / 4 / 2039e9)
-    assert whole.tensor() == divided.tensor()
-
-
-@pytest.mark.parametrize(
-    "n, cfg, words",
-    [
-        (6, {"tp": 4}, "devices 6 is not a multiple of tp 4 x pp 1 = 4: set --devices=4 or 8"),
-        (16, {"tp": 16}, "tp 16 does not divide the 8 devices of a node"),
-        (1, {"microbatch_size": "auto"}, "give a number here"),
-    ],
-)
-def test_mistakes_are_told(n, cfg, words):
-    """Others: test_memory.py."""
-    with pytest.raises(UserError, match=re.escape(words)):
-        StepTime(M, replace(run(), **cfg), Fleet(A100, n))

@@ -119,13 +119,13 @@ def generate_all(decoder, texts, **sampling):
 # --- Mixed batches
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "top_k": 50}])
 @pytest.mark.parametrize("more", KINDS.values(), ids=KINDS)
-def test_a_mixed_batch_writes_what_each_merged_model_writes_alone(more, sampling, files):
+def test_a_mixed_batch_writes_what_each_merged_model_writes_alone(more, files):
     mpt = model(vocab_size=VOCAB, **more).double()
     paths = files(mpt.cfg)
     adapters = [BASE, *paths.values(), BASE, *paths.values()]
     prompts = ["the river", *["to be"] * 4, "to be", "a", "river ran", "", "x" * 9]
+    sampling = {"temperature": 1.0, "top_k": 50}
     decoder, _ = bank_on(mpt)
     together = written(decoder, mpt.cfg, prompts, adapters, **sampling)
     alone = [
@@ -135,8 +135,7 @@ def test_a_mixed_batch_writes_what_each_merged_model_writes_alone(more, sampling
     assert together == alone
     of_one_prompt = {tuple(ids) for ids in together[1:6]}
     assert len(of_one_prompt) == 5, "each adapter writes another text"
-    if sampling["temperature"]:
-        assert len({len(ids) for ids in together[1:6]}) > 1, "they end at different steps"
+    assert len({len(ids) for ids in together[1:6]}) > 1, "they end at different steps"
 
 
 def logits_of(decoder, ids):
@@ -146,10 +145,7 @@ def logits_of(decoder, ids):
         return torch.stack([decoder(ids[:, :8], cache), decoder(ids[:, 8:], cache)])
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_rows_of_the_base_are_those_of_a_decoder_without_a_bank_bit_by_bit(dtype, files):
     mpt = model(vocab_size=VOCAB, alibi=True)
     ids = random_ids((4, 9), seed=2)
@@ -246,7 +242,7 @@ def assert_holds(bank, adapter):
 MOVES = st.tuples(st.sampled_from(["acquire", "release"]), st.sampled_from(NAMES))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(n_slots=st.integers(1, 4), moves=st.lists(MOVES, min_size=20, max_size=40))
 def test_the_least_recently_used_adapter_leaves_and_those_in_use_stay(n_slots, moves):
     """Beside a list of names, the least recently used first."""
@@ -282,36 +278,6 @@ def test_the_least_recently_used_adapter_leaves_and_those_in_use_stay(n_slots, m
 
 
 # --- Loading
-
-
-def test_texts_go_on_while_an_adapter_is_loaded(files):
-    """The thread is held up in the middle of its work; texts do not wait and do not change."""
-    mpt = model(vocab_size=VOCAB, alibi=True).double()
-    first, second, *_ = files(mpt.cfg).values()
-    begun, may_end = threading.Event(), threading.Event()
-
-    def slow_read(path):
-        if path == second:
-            begun.set()
-            assert may_end.wait(PATIENCE)
-        return peft.read(path)
-
-    decoder, bank = bank_on(mpt, n_slots=2, read=slow_read)
-    with bank.in_use([first]):
-        bank.acquire(second)
-        assert begun.wait(PATIENCE)
-        during = written(decoder, mpt.cfg, ["to be", "a"], [first, BASE], temperature=0)
-        assert not bank.is_loaded(second)
-        with pytest.raises(KeyError):
-            bank.use([second])  # what its slot held before must not be taken for it
-        may_end.set()
-        both = written(decoder, mpt.cfg, ["to be", "a"], [first, second], temperature=0)
-        assert bank.is_loaded(second)
-        bank.release(second)
-    for ids, path in [(during[0], first), (during[1], BASE), (both[0], first), (both[1], second)]:
-        prompt = "to be" if path == first else "a"
-        alone = Decoder(merged(mpt, path), VOCAB)
-        assert written_alone(alone, mpt.cfg, prompt, temperature=0) == ids
 
 
 def test_a_slot_is_filled_in_the_order_in_which_it_changes_hands():

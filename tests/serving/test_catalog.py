@@ -14,14 +14,13 @@ import pytest
 from conftest import PATIENCE, refusal, slowly
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_adapters import bank_on, merged, write_adapter, written
+from test_adapters import bank_on, write_adapter, written
 from test_decoder import TINY, model
 
 from config import MPTConfig, TrainConfig
 from serving import catalog as catalogs
 from serving.adapters import BASE, read_adapter
 from serving.catalog import Catalog
-from serving.decoder import Decoder
 from weights import hf, peft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,26 +84,6 @@ def touched(path):
 # --- Names
 
 
-def test_names_mean_the_base_and_the_adapters_in_the_folder(served, mpt, folder):
-    catalog, decoder = served
-    paths = [write_adapter(folder / name, CFG, seed) for seed, name in enumerate("ab")]
-    catalog.scan()
-    assert names(catalog) == ["base", "a", "b"]
-    keys = [catalog.find(name).key for name in ("base", "a", "b")]
-    found = written(decoder, CFG, ["to be"] * 3, keys, temperature=0)
-    for ids, path in zip(found, [BASE, *paths], strict=True):
-        alone = Decoder(merged(mpt, path), VOCAB)
-        assert written(alone, CFG, ["to be"], [BASE], temperature=0) == [ids]
-
-
-def test_an_unknown_name_is_refused_with_those_that_are_similar(catalog, folder):
-    write_adapter(folder / "poems", CFG)
-    catalog.scan()
-    assert "no model 'poem', did you mean 'poems'?" in refusal(catalog.find, "poem")
-    assert "try 'base'" in refusal(catalog.find, "gpt-4")
-    assert len(refusal(catalog.find, "x" * 10**6)) < 500
-
-
 def test_without_a_folder_there_is_the_base_alone():
     catalog = Catalog("base", None, read=None, check=None)
     assert catalog.find("base").key == BASE
@@ -160,22 +139,6 @@ def truncated(path):
     (path / peft.TENSOR_FILE).write_bytes(content[:-100])
 
 
-def half_there(path):
-    write_adapter(path, CFG)
-    (path / peft.TENSOR_FILE).unlink()
-
-
-def with_damaged_meta(path):
-    write_run(path, step=3, max_steps=3)
-    (path / "checkpoints/step-3/meta.json").write_text("{")
-
-
-def with_damaged_weights(path):
-    write_run(path, step=3, max_steps=3)
-    for weights in path.glob("checkpoints/step-3/*.distcp"):
-        weights.write_bytes(weights.read_bytes()[:-1])
-
-
 def with_a_linked_file(path):
     write_adapter(path, CFG)
     outside = (path / peft.TENSOR_FILE).rename(path.parent.parent / "outside.safetensors")
@@ -187,13 +150,10 @@ BROKEN = {  # how it is made, what is said of it
     "truncated": (truncated, "truncated or damaged"),
     "of a wider model": (lambda path: write_adapter(path, WIDER), "would fit"),
     "of too high a rank": (lambda path: write_adapter(path, CFG, lora_rank=9), "has rank 9, and"),
-    "half there": (half_there, "no adapter_model.safetensors"),
     "of another base": (
         lambda path: write_run(path, step=3, max_steps=3, fingerprint="theirs"),
         "whose weights are not those of runs/base",
     ),
-    "with damaged meta": (with_damaged_meta, "damaged"),
-    "with damaged weights": (with_damaged_weights, "is damaged"),
     "a link": (
         lambda path: path.symlink_to(Path(write_adapter(path.parent.parent / "outside", CFG))),
         "is not inside",
@@ -246,18 +206,6 @@ def test_another_version_is_another_adapter_for_bank_and_caches(served, folder):
     assert "have changed" in refusal(catalog.read, old.key)
 
 
-def test_loading_a_changed_adapter_again_gives_it_a_new_version(catalog, folder):
-    write_adapter(folder / "a", CFG)
-    first = catalog.load("a", "a")
-    assert catalog.load("a", "a").key == first.key
-    touched(folder / "a")
-    last = catalog.load("a", "a")
-    assert last.key != first.key and catalog.find("a") is last
-    assert catalog.read(last.key) and "have changed" in refusal(catalog.read, first.key)
-    catalog.scan()
-    assert catalog.find("a") is last
-
-
 # --- Loading and unloading
 
 
@@ -299,22 +247,6 @@ def test_checkpoints_of_a_run_are_models_until_they_are_gone(catalog, folder):
     assert "no model" in refusal(catalog.find, first)
 
 
-def test_what_was_unloaded_stays_away_until_it_is_loaded(catalog, folder):
-    write_adapter(folder / "a", CFG)
-    catalog.scan()
-    key = catalog.find("a").key
-    catalog.unload("a")
-    touched(folder / "a")
-    catalog.scan()
-    assert names(catalog) == ["base"]
-    assert "no model 'a'" in refusal(catalog.find, "a")
-    assert "have changed" in refusal(catalog.read, key)
-    assert "no adapter 'a' is loaded" in refusal(catalog.unload, "a")
-    assert catalog.load("a", "a").key != key
-    catalog.scan()
-    assert names(catalog) == ["base", "a"]
-
-
 def test_an_adapter_that_is_gone_from_the_folder_is_forgotten(catalog, folder):
     write_adapter(folder / "a", CFG)
     catalog.scan()
@@ -342,22 +274,22 @@ def test_a_name_that_load_gave_stays_with_its_adapter(catalog, folder):
 OUTSIDE = ["../outside", "a/../../outside", "/etc", "link", "link/deeper", "..", "nothing", "."]
 
 
-@pytest.mark.parametrize("path", OUTSIDE)
-def test_nothing_is_loaded_from_outside_of_the_folder(path, catalog, folder):
+def test_nothing_is_loaded_from_outside_of_the_folder(catalog, folder):
     write_adapter(folder.parent / "outside", CFG)
     write_adapter(folder.parent / "outside/deeper", CFG)
     (folder / "link").symlink_to(folder.parent / "outside")
-    for given_path in (path, str(folder / path)):
-        refusal(catalog.load, "mine", given_path)
-        refusal(catalog.find, given_path)
+    for path in OUTSIDE:
+        for given_path in (path, str(folder / path)):
+            refusal(catalog.load, "mine", given_path)
+            refusal(catalog.find, given_path)
     refusal(catalog.load, "mine", str(folder.parent / "outside"))
     assert "mine" not in names(catalog) and len(catalog.usable()) == 1
 
 
-@pytest.mark.parametrize("name", ["", "base", "a\nb", "x" * 201])
-def test_names_that_no_adapter_may_have(name, catalog, folder):
+def test_names_that_no_adapter_may_have(catalog, folder):
     write_adapter(folder / "a", CFG)
-    refusal(catalog.load, name, "a")
+    for name in ("", "base", "a\nb", "x" * 201):
+        refusal(catalog.load, name, "a")
     assert names(catalog) == ["base", "a"]
 
 
@@ -367,6 +299,7 @@ def test_names_that_no_adapter_may_have(name, catalog, folder):
 def test_a_list_finds_what_is_new_once_a_second_and_leaves_out_what_is_broken(
     catalog, folder, monkeypatch
 ):
+    monkeypatch.setattr(catalogs, "SCAN_SECONDS", PATIENCE)
     assert names(catalog) == ["base"]
     write_run(folder / "mine", step=3, max_steps=3)
     truncated(folder / "bad")
@@ -401,7 +334,7 @@ def test_a_request_does_not_wait_for_adapters_before_its_own(folder):
 MOVES = ["write", "remove", "load", "unload", "scan"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(moves=st.lists(st.sampled_from(MOVES), max_size=25))
 def test_in_any_order_of_events_a_name_is_there_if_its_folder_is(moves):
     """Unless it was unloaded. Beside two booleans and a list of keys."""

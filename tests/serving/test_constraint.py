@@ -1,6 +1,7 @@
 """serving/constraint.py: whatever is drawn through its masks conforms; the rest is refused."""
 
 import asyncio
+import contextlib
 import datetime
 import json
 import random
@@ -115,7 +116,7 @@ SIMPLE = st.one_of(
 SCHEMAS = st.recursive(SIMPLE, larger, max_leaves=6)
 
 
-@pytest.mark.parametrize("n_schemas", [30, slowly(300)])
+@pytest.mark.parametrize("n_schemas", [20, slowly(300)])
 def test_each_text_that_ends_by_itself_conforms(n_schemas):
     check_random_schemas(BYTES, n_schemas)
 
@@ -198,6 +199,9 @@ TEXTS = [
     ({"properties": {'"': {"type": "integer"}}}, '{"\\"": "y"}', False),
     ({"properties": {'"': {"type": "integer"}}}, '{"\\"": 4}', True),
     ({"type": "object"}, INDENTED, True),
+    ({"type": "object"}, "[1]", False),
+    (dict(properties={"a": {}, "b": {}}, required=["a", "b"]), '{"a": 1, "b": 2}', True),
+    (dict(properties={"b": {}, "a": {}}, required=["a", "b"]), '{"a": 1, "b": 2}', False),
     ({"type": "object"}, '{"a":' + " " * 40 + "1}", False),
     ({"type": "object"}, "{" + "\n" * 40 + "}", False),
     ({"type": "string", "pattern": r"^--\w+[\]-]$"}, '"--a]"', True),
@@ -209,20 +213,6 @@ TEXTS = [
 @pytest.mark.parametrize("schema, text, fits", TEXTS, ids=str)
 def test_texts_that_a_schema_allows(schema, text, fits):
     assert takes(CONSTRAINTS.schema(schema), text) == fits
-
-
-def test_properties_come_in_the_order_of_the_schema():
-    ab, ba = (
-        {"properties": dict.fromkeys(names, {}), "required": [*names]} for names in ("ab", "ba")
-    )
-    assert takes(CONSTRAINTS.schema(ab), '{"a": 1, "b": 2}')
-    assert not takes(CONSTRAINTS.schema(ba), '{"a": 1, "b": 2}')
-
-
-def test_any_json_object():
-    assert takes(CONSTRAINTS.schema({"type": "object"}), '{"a": [1, "x", {}], "b": null}')
-    for text in ("[1]", "1", "{]"):
-        assert not takes(CONSTRAINTS.schema({"type": "object"}), text)
 
 
 def test_each_date_exists():
@@ -463,21 +453,6 @@ def test_every_id_that_ends_texts_may_end_this_one():
 # --- Building
 
 
-def test_the_last_matchers_are_kept_and_texts_do_not_share_them(monkeypatch):
-    constraints = Constraints(BYTES, n_kept=2)
-    built = []
-    build = grammar.matcher_of
-    monkeypatch.setattr(
-        grammar, "matcher_of", lambda *about: built.append(about[2]) or build(*about)
-    )
-    for pattern in ("a+", "b+", "a+", "c+", "a+", "b+"):
-        constraint = constraints.regex(pattern)
-        assert allowed(constraint) == {ord(pattern[0])}
-        constraint.accept(ord(pattern[0]))
-    assert built == ["a+", "b+", "c+", "b+"]
-    assert len(constraints.kept) == 2
-
-
 def many(n: int, spelling: str, value=None) -> dict:
     """An object of n fields."""
     return {spelling.format(i): value or {} for i in range(n)}
@@ -510,29 +485,14 @@ TRIED = [("JSON schema", json_of(schema)) for schema in HOSTILE.values()]
 TRIED += [("regex", pattern) for pattern in REPETITIONS]
 
 
-@pytest.mark.parametrize(
-    "kind, text", [slowly(*one) for one in TRIED], ids=[*HOSTILE, *range(len(REPETITIONS))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, text", TRIED, ids=[*HOSTILE, *range(len(REPETITIONS))])
 def test_whatever_is_not_refused_is_built_in_a_second_of_a_processor(kind, text):
-    check_cost(kind, text)
-
-
-def test_what_takes_too_long_is_refused_before_it_is_built():
-    assert "takes more than 0.5 s" in check_cost(*TRIED[0])
-    assert check_cost("regex", "a{1,9}") == ""
-
-
-def check_cost(kind, text) -> str:
-    """The reason why something is not built; AssertionError if it then takes too long."""
     begin = time.process_time()
-    try:
+    with contextlib.suppress(UserError):
         asyncio.run(CONSTRAINTS.require_cheap(kind, text))
         CONSTRAINTS.constraint(kind, text)
-    except UserError as error:
-        return str(error)
-    finally:
-        assert time.process_time() - begin < 2 * grammar.SECONDS
-    return ""
+    assert time.process_time() - begin < 2 * grammar.SECONDS
 
 
 def test_threads_may_build_at_the_same_time():

@@ -5,7 +5,6 @@ import functools
 import math
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -173,8 +172,11 @@ def compare(kind: str, seed: int, n_texts: int) -> collections.Counter:
     return ends + collections.Counter(prefix_tokens=engine.speed.prefix_tokens)
 
 
-@pytest.mark.parametrize("n_seeds", [1, slowly(8), pytest.param(40, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", KINDS)
+COMPANY = [("alibi", 1), *(slowly(kind, 4) for kind in KINDS)]
+COMPANY += [pytest.param(kind, 40, marks=pytest.mark.long) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind, n_seeds", COMPANY)
 def test_texts_are_those_of_the_one_text_loop(kind, n_seeds):
     seen = sum((compare(kind, seed, 24) for seed in range(2, 2 + n_seeds)), collections.Counter())
     assert seen["stop string"] and seen["max_new_tokens"] and not seen["error"]
@@ -187,7 +189,7 @@ def test_rows_are_shifted_when_the_columns_are_used_up():
     """To the left in a row, and to the right for a prompt that is more than twice as long."""
     decode = served()
     engine = Engine(decode, 2, max_tokens=60)
-    many = [request("ab" * (i % 5), 50 - 3 * i, seed=i) for i in range(12)]
+    many = [request("ab" * (i % 5), 50 - 5 * i, seed=i) for i in range(7)]
     finished(engine, *many)
     first, second = request("a", 40), request("x" * 30, 20)
     engine.submit(first)
@@ -298,14 +300,14 @@ class Digits:
         self.taken.append(token)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_a_constraint_holds_for_its_text_and_no_other(sampling):
+def test_a_constraint_holds_for_its_text_and_no_other():
     decode = served()
-    bound = request("the river", 10, sampling, constraint=Digits())
-    free = [request("to be", 10, sampling, seed=seed) for seed in range(3)]
-    finished(Engine(decode), free[0], bound, *free[1:])
-    assert bound.text.text.isdecimal() and len(bound.text.text) == 10
-    assert bound.constraint.taken == list(bound.text.text.encode())
+    bound = [request("the river", 10, how, constraint=Digits()) for how in SAMPLINGS]
+    free = [request("to be", 10, how, seed=seed) for seed, how in enumerate(SAMPLINGS)]
+    finished(Engine(decode), *bound, *free)
+    for one in bound:
+        assert one.text.text.isdecimal() and len(one.text.text) == 10
+        assert one.constraint.taken == list(one.text.text.encode())
     assert_as_alone(decode, *free)
 
 
@@ -479,7 +481,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(moves=MOVES, n_rows=st.integers(1, 3), n_slots=st.integers(1, 3))
 def test_nothing_leaks_and_everybody_is_served(moves, n_rows, n_slots):
     engine = Engine(served(n_slots=n_slots), n_rows, 80, chunk=MIN_COST, prefix_bytes=200_000)
@@ -515,84 +517,13 @@ def test_steps_are_counted():
 # --- The thread
 
 
-class Delivered:
-    """What a thread has delivered, by request; `ended` waits for the last event of one."""
-
-    def __init__(self):
-        self.events = collections.defaultdict(list)
-        self.changed = threading.Condition()
-
-    def __call__(self, events):
-        with self.changed:
-            for event in events:
-                self.events[event.request].append(event)
-            self.changed.notify_all()
-
-    def wait_for(self, condition):
-        with self.changed:
-            assert self.changed.wait_for(condition, PATIENCE)
-
-    def end_of(self, one):
-        self.wait_for(lambda: self.events[one] and self.events[one][-1].end)
-        return self.events[one][-1].end
-
-
-def test_threads_submit_and_are_answered():
-    delivered = Delivered()
-    decode = served()
-    thread = EngineThread(Engine(decode, n_rows=4, max_tokens=200), delivered)
-    many = [request("x" * i, 10, seed=i, adapter=ADAPTERS[i % 4]) for i in range(24)]
-    with ThreadPoolExecutor(3) as clients:
-        list(clients.map(thread.submit, many))
-    assert "are more than 200" in refusal(thread.submit, request("x" * 200))
-    for one in many:
-        assert delivered.end_of(one) == one.text.end
-        assert "".join(event.piece for event in delivered.events[one]) == one.text.text
-    thread.drain(PATIENCE)
-    assert_as_alone(decode, *many)
-    counts = thread.statistics()
-    assert counts["running"] == counts["waiting"] == 0
-    assert counts["new_tokens"] == sum(one.text.drawn_tokens for one in many)
-    assert counts["prompt_tokens"] == sum(one.text.n_prompt for one in many)
-
-
-def test_a_thread_drains():
-    """What ends in time is written to its end; the rest ends at the deadline."""
-    delivered = Delivered()
-    thread = EngineThread(Engine(served(), n_rows=2, max_tokens=20_000), delivered)
-    short = request(n=20)
-    thread.submit(short)
-    thread.drain(PATIENCE)
-    assert short.text.end == "max_new_tokens" and not thread.thread.is_alive()
-    assert SHUTTING_DOWN in refusal(thread.submit, request())
-
-    thread = EngineThread(Engine(served(), n_rows=2, max_tokens=20_000), delivered)
-    endless = [request(n=19_000, sampling=Sampling(), stops=()) for _ in range(2)]
-    cancelled, waiting = request(n=19_000), request()
-    for one in (*endless, cancelled, waiting):
-        one.text.tokenizer = tokenizers.Tokenizer(
-            "bytes", [b"x"] * V
-        )  # none of its ids ends a text
-        thread.submit(one)
-    thread.cancel(cancelled)
-    assert delivered.end_of(cancelled) == "cancelled"
-    delivered.wait_for(lambda: all(delivered.events[one] for one in endless))
-    assert thread.statistics()["running"] == 2 and thread.statistics()["waiting"] == 1
-    thread.drain(0.01)
-    for one in (*endless, waiting):
-        assert one.text.end == "error" and str(one.error) == SHUTTING_DOWN
-        assert delivered.events[one][-1].end == "error"
-
-
 def test_if_the_engine_itself_fails_nobody_waits_for_ever(monkeypatch):
-    delivered = Delivered()
-    engine = Engine(served())
-    seen = []
+    engine, delivered, seen = Engine(served()), [], []
     monkeypatch.setattr(threading, "excepthook", seen.append)
     monkeypatch.setattr(engine, "decode", lambda: 1 / 0)
-    thread = EngineThread(engine, delivered)
-    thread.submit(one := request())
-    assert delivered.end_of(one) == "error"
-    thread.thread.join()
+    thread = EngineThread(engine, delivered.extend)
+    thread.submit(request())
+    thread.thread.join(PATIENCE)
+    assert delivered[-1].end == "error"
     assert seen[0].exc_type is ZeroDivisionError
     assert SHUTTING_DOWN in refusal(thread.submit, request())

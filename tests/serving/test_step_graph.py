@@ -5,7 +5,6 @@ itself runs here: static memory, buckets of rows and columns, what is hidden fro
 """
 
 import contextlib
-import functools
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from test_decoder import KINDS as MODELS
 from test_decoder import decoder, model, random_ids
 from test_engine import (
     ADAPTERS,
-    BAD,
     BASE,
-    SAMPLINGS,
     Digits,
     assert_as_alone,
     compare,
@@ -61,7 +58,7 @@ def in_engines(made, monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("kind", ["alibi", *map(slowly, ["learned", "rope", "gqa"])])
+@pytest.mark.parametrize("kind", ["alibi", slowly("learned")])
 def test_engines_write_the_texts_of_the_one_text_loop(kind, in_engines):
     """Random joins, leaves, shifts, adapters, sampling: as tests/serving/test_engine.py."""
     seen = compare(kind, 2, 24)
@@ -69,14 +66,16 @@ def test_engines_write_the_texts_of_the_one_text_loop(kind, in_engines):
     assert len(in_engines) >= 4
 
 
-@functools.cache
 def prompt_and_pads(n_rows: int):
     return random_ids((n_rows, 5), seed=n_rows), torch.arange(n_rows) % 5
 
 
-@pytest.mark.parametrize("more", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("n_rows", [1, 3, *map(slowly, [2, 4, 5, 8, 9])])
-def test_every_bucket_of_rows_and_columns(more, n_rows, made, monkeypatch):
+CASES = [(3, more) for more in MODELS.values()]
+CASES += [(n_rows, MODELS["alibi"]) for n_rows in (1, 2, 4, 5, 8, 9)]
+
+
+@pytest.mark.parametrize("n_rows, more", CASES, ids=str)
+def test_every_bucket_of_rows_and_columns(n_rows, more, made, monkeypatch):
     """In fp32. Columns 5 to 23 are in buckets that end with 8, 16 and the last one."""
     ids, pad = prompt_and_pads(n_rows)
     settings = {"pad": pad, "temperature": 0}
@@ -102,16 +101,6 @@ def test_logits_are_those_of_a_step_that_is_not_captured(made):
     assert [key[1] for key in graphs.graphs] == [8, 16, 32, 40]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_every_kind_of_sampling(sampling, made, monkeypatch):
-    ids, pad = prompt_and_pads(4)
-    settings = {"pad": pad, "uniforms": torch.rand(4, 12), **vars(sampling)}
-    captured = list(generate(decoder(model(alibi=True)), ids, 12, **settings))
-    monkeypatch.setattr(step_graph, "suits", lambda decoder: False)
-    wanted = list(generate(decoder(model(alibi=True)), ids, 12, **settings))
-    assert torch.equal(torch.stack(captured), torch.stack(wanted))
-
-
 def test_generate_keeps_its_graphs_and_two_at_a_time_do_not_share_memory(made):
     decode = decoder(model(alibi=True))
     ids, pad = prompt_and_pads(2)
@@ -121,6 +110,11 @@ def test_generate_keeps_its_graphs_and_two_at_a_time_do_not_share_memory(made):
     for *both, expected in zip(*calls, wanted, strict=True):
         assert all(torch.equal(token, expected) for token in both)
     assert len(made) == 2 * n_graphs  # the first call's, and others
+    with torch.inference_mode():
+        for kv in (decode.graphs.memory.k, decode.graphs.memory.v):
+            kv.fill_(torch.nan)  # as a text leaves it whose numbers overflow
+    again = list(generate(decode, ids, 10, pad=pad, temperature=0))
+    assert torch.equal(torch.stack(again), torch.stack(wanted))
     list(generate(decode, ids[:1], 10, temperature=0))
     assert {len(key) for key in decode.graphs.graphs} == {3}
 
@@ -138,19 +132,17 @@ def test_adapters(adapters, in_engines):
     assert expected in slots
 
 
-@pytest.mark.parametrize("more, message", BAD.values(), ids=BAD)
-def test_what_a_failed_text_leaves_behind_is_hidden(more, message, in_engines):
+def test_what_a_failed_text_leaves_behind_is_hidden(in_engines):
     decode = served(read=too_large)
     engine = Engine(decode, n_rows=3)
     good = [request("x" * (3 + 30 * i), 12, seed=i, adapter=ADAPTERS[1 + i % 2]) for i in range(4)]
-    bad = request("y" * 50, 12, **more)
+    bad = request("y" * 50, 12, adapter="huge")
     finished(engine, good[0], bad, *good[1:])
-    assert bad.text.end == "error" and message in str(bad.error)
+    assert bad.text.end == "error" and "the logits are not finite" in str(bad.error)
     assert_as_alone(decode, *good)
-    for again in range(2):  # shorter texts in the same rows
-        short = [request("z" * (1 + i), 20, seed=again) for i in range(3)]
-        finished(engine, *short)
-        assert_as_alone(decode, *short)
+    short = [request("z" * (1 + i), 20) for i in range(3)]  # in the same rows
+    finished(engine, *short)
+    assert_as_alone(decode, *short)
 
 
 def test_a_row_is_clean_after_a_text_that_failed(in_engines):

@@ -9,7 +9,7 @@ from test_decoder import TINY, decoder, model
 
 import devices
 from config import MPTConfig
-from serving.speed import Speed, share_of_bandwidth
+from serving.speed import Speed, kv_bytes_per_token, ms_per_token, share_of_bandwidth
 from serving.stream import Text, write
 from text import tokenizer as tokenizers
 
@@ -22,13 +22,6 @@ ALIBI = MPTConfig(**TINY, alibi=True)
 def texts(cfg, prompts, n=40, stops=(), seed=1):
     """A Text for each prompt, over bytes."""
     return [Text(prompt, BYTES, cfg, n, stops, seed) for prompt in prompts]
-
-
-def test_special_tokens_of_a_prompt_are_text_unless_asked_for():
-    prompt = "a<|endoftext|>b"
-    spelled = Text(prompt, BYTES, ALIBI, 1)
-    assert bytes(spelled.ids).decode() == prompt
-    assert Text(prompt, BYTES, ALIBI, 1, special_tokens=True).ids == [97, BYTES.eot, 98]
 
 
 def test_prompts_may_be_ids():
@@ -103,17 +96,37 @@ def test_a_character_is_shown_when_it_is_whole():
     assert add_all(text, [0xC3, ord("a")]) == ["", "\ufffda"]  # no character begins like this
 
 
-def test_speed_is_bytes_over_seconds():
-    mpt = model(alibi=True, kv_n_heads=2)
-    weights = sum(p.numel() for p in mpt.parameters()) * 4
-    kv_per_token = 2 * 2 * 2 * 8 * 4  # 2 layers, k and v, 2 heads of 8 numbers in fp32
-    read = (4 * weights + 300 * kv_per_token) / 4  # bytes a step
+def test_bytes_of_keys_and_values_are_the_published_ones():
+    """OPT-13B: Kwon et al. (2309.06180), section 3. Llama 2 70B keeps an eighth of its heads."""
+    opt_13b = MPTConfig(d_model=5120, n_heads=40, n_layers=40)
+    assert kv_bytes_per_token(opt_13b) == 800 * 1024
+    llama2_70b = MPTConfig(d_model=8192, n_heads=64, n_layers=80, kv_n_heads=8)
+    assert kv_bytes_per_token(llama2_70b) == 2 * 80 * 8 * 128 * 2
 
+
+def test_milliseconds_by_hand():
+    """MPT-7B: 6,658,859,008 parameters, of which 2,048 x 4,096 are positions."""
+    m = MPTConfig(d_model=4096, n_heads=32, n_layers=32)
+    weights = 2 * (6_658_859_008 - 2048 * 4096)
+    kv_per_token = 2 * 32 * 4096 * 2
+    ms = (weights + 8 * 1000 * kv_per_token) / 2039e9 * 1e3
+    assert ms_per_token(m, 8, 1000, 2039) == pytest.approx(ms)
+    assert ms_per_token(m, 8, 1000, 2039, width=4) == pytest.approx(2 * ms)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_speed_is_bytes_over_seconds(tied):
+    """The bytes of the weights that a step reads, and of a real cache."""
+    mpt = model(kv_n_heads=2, tie_word_embeddings=tied)
+    looked_up = ["transformer.wpe.weight"] + ([] if tied else ["transformer.wte.weight"])
+    weights = sum(p.numel() for name, p in mpt.named_parameters() if name not in looked_up) * 4
+    cache = mpt.new_cache(5, 7, torch.float32)
+    of_cache = (cache.k.nbytes + cache.v.nbytes) // 5 // 7
     speed = Speed(10, 0.5, steps=4, tokens=8, seconds=2.0, cached_tokens=300)
     line = speed.report(decoder(mpt))
     assert "10 tokens, 20 tokens/s" in line
     assert "8 tokens, 4 tokens/s, 4 steps of 500.00 ms" in line
-    assert f"{read / 1e6:,.1f} MB" in line
+    assert f"{(4 * weights + 300 * of_cache) / 4 / 1e6:,.1f} MB" in line
     assert re.search(r"\d+% of \d+ \(this CPU's", line)
 
 

@@ -59,16 +59,12 @@ def test_copied_files_of_gpt2_are_used_without_internet(tmp_path, alone, gpt2):
     assert done.returncode == 0 and "50257 entries" in out, err
 
 
-def test_a_server_that_refuses_has_answered():
-    """One that takes the connection and then says nothing has not."""
+def test_a_server_that_refuses_has_answered_and_one_that_says_nothing_has_not(monkeypatch):
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     downloads.require_answer(f"http://127.0.0.1:{server.server_port}/nothing")  # 501
     server.shutdown()
     server.server_close()
-
-
-def test_a_silent_server_has_not_answered(monkeypatch):
     monkeypatch.setattr(downloads, "SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(ConnectionError, match="does not answer"):

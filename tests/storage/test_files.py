@@ -25,7 +25,6 @@ from storage import files
         (b'{"step": "7"}', "'step' is '7'"),
         (b'{"step": true}', "'step' is True"),
         (b'{"step": 9223372036854775808}', "'step' is 9223372036854775808"),
-        (b'{"step": [1, 2, 3]}', "'step' is list"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_cause(tmp_path, content, cause):
@@ -105,12 +104,6 @@ def test_another_folder_is_not_entered(tmp_path):
     assert files.member(tmp_path, "__0_0.distcp", "index.json") == tmp_path / "__0_0.distcp"
 
 
-def test_columns_of_renamed_settings_get_their_new_names(tmp_path):
-    (tmp_path / "old.csv").write_text("checkpoint_every,ranks\n2,8\n")
-    rows = files.read_csv(tmp_path / "old.csv", ["recompute_every"])
-    assert rows == [{"recompute_every": "2", "ranks": "8"}]
-
-
 def test_tables(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes("\ufeffa,b\n1,ß\n\n2\n".encode())
@@ -127,14 +120,6 @@ def test_tables(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # Writing
-
-
-def test_a_write_replaces_the_whole_file(tmp_path):
-    path = tmp_path / "a.json"
-    for content in (b"a long content", b"short"):
-        files.write_atomically(str(path), content)
-        assert path.read_bytes() == content
-    assert os.listdir(tmp_path) == ["a.json"]
 
 
 def test_a_written_file_has_the_usual_mode(tmp_path):

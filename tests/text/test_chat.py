@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,19 +67,13 @@ def said_by(*roles):
 
 BAD = {  # a line of a file -> what is said of it
     "[1]": "it is not a JSON object",
-    "[" * 10_000: "it is not a JSON object",
-    '{"prompt": ' + "9" * 5000 + "}": "it is not a JSON object",
     "{}": "it has nothing; expected prompt and one of response or completion, or messages",
     '{"prompt": "a", "response": null}': "it has 'prompt'; expected prompt and one of",
-    '{"text": "a"}': "it has 'text'; expected prompt and one of",
     '{"prompt": "a", "response": "b", "completion": "c"}': "it has 'completion', 'prompt', 'resp",
     '{"prompt": "a", "response": "b", "response": "c"}': "it has 'response' more than once",
-    '{"messages": [{"role": "user", "content": "a", "role": "b"}]}': "it has 'role' more than once",
     '{"prompt": 1, "response": "b"}': "prompt is 1, expected text",
-    '{"prompt": "a", "completion": ["b"]}': "completion is list, expected text",
     '{"prompt": "a", "response": "b", "weight": 0.5}': "it has weight 0.5, expected 0 or 1",
     '{"messages": []}': "messages is not a list of messages",
-    '{"messages": "hi"}': "messages is not a list of messages",
     '{"messages": [1]}': "message 1 is not an object with role and content",
     '{"messages": [{"role": "user"}]}': "message 1 has content None, expected text",
     '{"messages": [{"role": "human", "content": "a"}]}': "message 1 has role 'human', expected",
@@ -127,18 +120,16 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
     assert second.read.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
 
 
-@pytest.mark.parametrize("n_bad, named, more", [(20, 20, False), (50, 20, True)])
-def test_up_to_twenty_bad_lines_are_named_at_once(tmp_path, n_bad, named, more):
+def test_up_to_twenty_bad_lines_are_named_at_once(tmp_path):
     good = {"prompt": "a", "response": "b"}
-    first = write_lines(tmp_path / "a.jsonl", *[good, {"prompt": "a"}] * (n_bad // 2))
-    second = write_lines(tmp_path / "b.jsonl", *["{"] * (n_bad - n_bad // 2))
+    write_lines(tmp_path / "a.jsonl", *[good, {"prompt": "a"}] * 15)
+    write_lines(tmp_path / "b.jsonl", *["{"] * 15)
     message = refusal(read, tmp_path)
-    assert message.count(", line ") == named and message.endswith("; and more") == more
     numbers = re.findall(r"([ab])\.jsonl, line (\d+)", message)
-    expected = [("a", str(2 * i + 2)) for i in range(n_bad // 2)]
-    expected += [("b", str(i + 1)) for i in range(n_bad - n_bad // 2)]
-    assert numbers == expected[:20]
-    assert first in message and (more or second in message)
+    assert numbers == [("a", f"{2 * i + 2}") for i in range(15)] + [
+        ("b", f"{i}") for i in range(1, 6)
+    ]
+    assert message.endswith("; and more")
 
 
 def test_lines_that_are_no_text_are_named_among_the_other_bad_ones(tmp_path):
@@ -234,7 +225,6 @@ def test_end_of_text_is_an_id_and_not_written_by_a_template(tmp_path):
 MACRO = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(1) }}"
 BAD_TEMPLATES = {
     "{{ eos_token }}": "'eos_token' is undefined",
-    "{{ 'a' ~ eso_token }}": "'eso_token' is undefined",
     "{% for m in messages %}{{ m.contents }}{% endfor %}": "has no attribute",
     MACRO: "recursion depth",
     "{{" + "(" * 9999 + "1" + ")" * 9999 + "}}": "is not a template: ",
@@ -430,24 +420,14 @@ def test_a_marker_that_other_words_can_spell_is_refused(chatml_tokenizer, tmp_pa
 
 # --- turns -> ids
 
-TURNS = [Turn("ab", "c"), Turn("defg", "h", 0), Turn("ij", "k")]
 
-
-@pytest.mark.parametrize(
-    "settings, learned",
-    [
-        ({}, "k."),
-        ({"target_responses": "all"}, "ck."),
-        ({"target_prompts": "all"}, "bdefgijk."),
-        ({"target_prompts": "length>=3"}, "defgk."),
-        ({"target_prompts": "all", "target_responses": "all"}, "bcdefgijk."),
-    ],
-)
-def test_what_is_learned(settings, learned):
-    """A weight in the file decides first. The first id is never learned."""
-    ids = chat.encode(TURNS, BYTES, replace(LAST, **settings))
-    assert BYTES.decode(ids[ids >= 0]).replace("<|endoftext|>", ".") == learned
-    assert BYTES.decode(np.maximum(ids, ~ids)) == "abcdefghijk<|endoftext|>"
+def test_what_rows_cannot_be_is_refused():
+    for more, words in (
+        ({"target_prompts": "length>=x"}, "'length>=x', expected none, all, or"),
+        ({"max_tokens": 1000}, "--max_tokens=0"),
+    ):
+        cfg = TrainConfig(data_format="chat", **more)
+        assert words in refusal(RowFormat.of, cfg, max_seq_len=64)
 
 
 def test_prompt_and_response_are_tokenized_separately():
@@ -511,18 +491,3 @@ def test_every_token_is_in_a_row_exactly_once_learned_or_not_as_it_should(exampl
             pairs = pairs[end:]
     padding = [(256, False)]
     assert sorted(pairs for pairs in found if pairs != padding) == sorted(expected)
-
-
-# --- settings
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"target_prompts": "length>=x"}, "'length>=x', expected none, all, or"),
-        ({"max_tokens": 1000}, "--max_tokens=0"),
-    ],
-)
-def test_settings_that_contradict_each_other(settings, message):
-    cfg = TrainConfig(data_format="chat", **settings)
-    assert message in refusal(RowFormat.of, cfg, max_seq_len=64)

@@ -21,7 +21,7 @@ from conftest import PATIENCE, flags_for, refusal, slowly
 import data
 from config import TrainConfig
 from data import Split
-from text import corpus, mds, tokenizer
+from text import corpus, mds, sources, tokenizer
 from text.prepare import prepare
 from text.shards import Shard, shard_files
 
@@ -30,7 +30,6 @@ sys.path.insert(0, str(HERE))
 import write as theirs  # noqa: E402
 
 LENGTH = theirs.LENGTH
-OF_ROWS = [name for name in theirs.KINDS if name != "documents"]
 COMPRESSED = [name.replace(":", "-") or "raw" for name in theirs.COMPRESSIONS]
 EOT = 256  # of bytes
 
@@ -64,13 +63,17 @@ def settings(tmp_path):
 @pytest.mark.parametrize("name", [*theirs.KINDS, *COMPRESSED])
 def test_ids_are_the_writer_s_in_their_order(name):
     assert read(HERE / name) == read(HERE / name / "index.json") == theirs.rows_of(name)
-    assert corpus.left_out(str(HERE / name)) == ""
+    assert sources.left_out(str(HERE / name)) == ""
 
 
-def test_texts_are_the_writer_s_and_other_columns_are_skipped(settings):
+def test_texts_are_the_writer_s_and_other_columns_are_skipped(settings, capsys):
     """One of them is pickled."""
     texts = theirs.texts_of("text")
     assert read(HERE / "text") == texts
+    mds.main([f"{HERE}/zstd/index.json", f"{HERE}/text/index.json"])
+    shown = capsys.readouterr().out
+    assert f"{HERE}/zstd/shard.00000.mds.zstd: 27 samples of tokens, 864 in all, intact" in shown
+    assert "samples of text" in shown
     (path,) = shard_files(prepare(settings(HERE / "text")), "val")
     expected = [[*text.encode(), EOT] for text in texts[::4]]
     assert Shard(path).ids.tolist() == sum(expected, [])
@@ -93,19 +96,18 @@ def test_several_folders_are_read_in_order_but_not_if_one_is_for_validation(copy
     assert read(message.partition("--dataset=")[2]) == theirs.rows_of("gz")
 
 
-@pytest.mark.parametrize("name, is_question", [
-    ("values", False), ("valley-texts", False), ("testimony", False), ("evaluations", False),
-    ("val", True), ("Valid.1", True), ("validation-00", True), ("test2", True), ("eval", True),
-    ("tests", True), ("evals", True), ("testset", True), ("valset_1", True),
-])  # fmt: skip
-def test_what_is_for_validation_is_said_by_a_word(copy, tmp_path, name, is_question):
+@pytest.mark.parametrize("name", ["values", "testimony", "evaluations"])
+def test_a_word_that_begins_like_validation_is_another_word(copy, tmp_path, name):
     copy("zstd", "train")
     copy("gz", name)
-    if is_question:
-        assert f"{tmp_path}/{name}/index.json is for validation" in refusal(read, tmp_path)
-    else:
-        both = theirs.rows_of("zstd") + theirs.rows_of("gz")
-        assert sorted(read(tmp_path)) == sorted(both)
+    assert sorted(read(tmp_path)) == sorted(theirs.rows_of("zstd") + theirs.rows_of("gz"))
+
+
+@pytest.mark.parametrize("name", ["Valid.1", "test2", "evals", "valset_1"])
+def test_a_folder_for_validation_beside_others_is_a_question(copy, tmp_path, name):
+    copy("zstd", "train")
+    copy("gz", name)
+    assert f"{tmp_path}/{name}/index.json is for validation" in refusal(read, tmp_path)
 
 
 def test_shards_beside_text_are_a_question(copy):
@@ -198,7 +200,7 @@ def write_merged(folder, parts, encoding) -> Path:
 
 
 @pytest.mark.parametrize("encoding", ["ndarray:int64", "bytes"])
-@pytest.mark.parametrize("sizes", [(1, 9, 5), (0, 1, 1), (9, 1)])
+@pytest.mark.parametrize("sizes", [(1, 9, 5), (0, 1, 1)])
 def test_rows_are_known_by_the_whole_index(tmp_path, encoding, sizes):
     """However few of them are in the first shard."""
     parts = [np.arange(64 * n).reshape(n, 64) % 250 for n in sizes]
@@ -323,7 +325,6 @@ DAMAGE = {  # name: folder, change, the file that the message names, words of it
     "size": ("raw", entry(bytes=77), SHARD, "bytes instead of 77"),
     "size, decompressed": ("zstd", entry(bytes=7777), SHARD, "bytes instead of 7,777"),
     "snappy's size": ("snappy", entry(bytes=7777, hashes={}), SHARD, "bytes instead of 7,777"),
-    "less for snappy": ("snappy", entry(bytes=777, hashes={}), SHARD, "bytes instead of 777"),
     "huge size": ("zstd", entry(bytes=2**40), INDEX, "'bytes' is 1099511627776"),
     "not that compression": ("zstd", entry(compression="bz2"), SHARD, "damaged"),
     "compression": ("zstd", entry(compression="lz4:3"), INDEX, "its compression is 'lz4', known"),
@@ -332,7 +333,6 @@ DAMAGE = {  # name: folder, change, the file that the message names, words of it
     "column's size": ("int32", entry(column_sizes=[9]), SHARD, "the sizes of its columns"),
     "columns": ("int32", entry(column_sizes=[None, 9]), INDEX, "its columns"),
     "column": ("int32", entry(column_names=["ids"]), INDEX, "has no column 'text' or 'tokens'"),
-    "floats": ("int32", entry(column_encodings=["ndarray:float32"]), INDEX, "'ndarray:float32'"),
     "pickle": ("int32", entry(column_encodings=["pkl"]), INDEX, "'tokens' are 'pkl', known"),
     "no text": ("text", entry(column_encodings=["pkl"] * 5), INDEX, "'text' is 'pkl'"),
     "format": ("raw", entry(format="json"), INDEX, "its format is 'json'"),
@@ -369,13 +369,6 @@ def test_samples_that_are_no_ids_or_no_text(copy, tmp_path):
     assert refusal(read, folder).startswith(f"{folder}/{SHARD} is damaged ('utf-8' codec")
 
 
-def test_the_programs_show_what_is_there(capsys):
-    mds.main([f"{HERE}/zstd/index.json", f"{HERE}/text/index.json"])
-    shown = capsys.readouterr().out
-    assert f"{HERE}/zstd/shard.00000.mds.zstd: 27 samples of tokens, 864 in all, intact" in shown
-    assert "samples of text" in shown
-
-
 # --- Export
 
 
@@ -404,13 +397,12 @@ def test_what_we_export_we_read(exported, tmp_path):
     assert json_file.encode(text).tolist() == tokenizer.load("bytes").encode(text).tolist()
 
 
-@pytest.mark.parametrize("name", ["train", slowly("val")])
-def test_what_we_export_their_package_reads(exported, name):
+def test_what_we_export_their_package_reads(exported):
     out, rows = exported
     their_python = os.environ.get("MDS_PYTHON", sys.executable)
-    command = [their_python, str(HERE / "write.py"), str(out / name)]
+    command = [their_python, str(HERE / "write.py"), str(out / "train")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     if "No module named 'streaming'" in done.stderr:
         pytest.skip("set MDS_PYTHON to a Python that has mosaicml-streaming: tests/text/mds")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == rows[name]
+    assert json.loads(done.stdout.splitlines()[-1]) == rows["train"]

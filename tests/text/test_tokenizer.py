@@ -1,8 +1,6 @@
 """text/tokenizer.py: every text comes back, training equals Hugging Face's, errors are one line."""
 
 import json
-import os
-import shutil
 import sysconfig
 from pathlib import Path
 
@@ -73,13 +71,6 @@ def test_a_hugging_face_tokenizer(hugging_face):
     assert 0 not in hugging_face.encode(f"a {END_OF_TEXT} b")
     assert hugging_face.decode([0]) == END_OF_TEXT
     assert load(hugging_face.name).fingerprint == hugging_face.fingerprint
-
-
-def test_a_copy_serves_when_the_file_is_gone(hugging_face, tmp_path):
-    """A run folder holds a copy, so the original may be moved or changed later."""
-    shutil.copy(hugging_face.name, tmp_path / "tokenizer.json")
-    copy = load("gone/tokenizer.json", tmp_path / "tokenizer.json")
-    assert copy.fingerprint == hugging_face.fingerprint and copy.name == "gone/tokenizer.json"
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe", "gpt2", "hugging_face"])
@@ -182,17 +173,6 @@ def test_ties_and_overlaps_equal_hugging_face_and_the_slow_version(texts, size):
 def test_wrong_names():
     assert "choices: gpt2, bytes, bpe-N" in refusal(load, "gtp2")
     assert "take bpe-257 or more" in refusal(load, "bpe-256")
-
-
-def test_save_and_load(bpe, tmp_path):
-    path = str(tmp_path / "bpe.json")
-    bpe.save(path)
-    again = load("bpe-512", path)
-    text = stdlib(1000)[0]
-    assert again.fingerprint == bpe.fingerprint
-    assert again.name == "bpe-512" and again.vocab_size == 512
-    assert again.encode(text).tolist() == bpe.encode(text).tolist()
-    assert os.listdir(tmp_path) == ["bpe.json"]
 
 
 def forged(texts):

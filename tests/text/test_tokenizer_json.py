@@ -7,7 +7,7 @@ import pytest
 from conftest import refusal, slowly
 
 from config import TrainConfig
-from text import prepare, tokenizer_json
+from text import prepare, recipe, tokenizer_json
 from text.tokenizer import END_OF_TEXT, load, train_bpe
 
 TEXTS = [
@@ -101,7 +101,7 @@ def test_a_pair_gives_the_ids_of_transformers(more, tmp_path):
     assert found.eot == theirs.convert_tokens_to_ids(END_OF_TEXT)
     (tmp_path / "data").mkdir()
     cfg = TrainConfig(tokenizer=found.name, data_dir=str(tmp_path / "data"))
-    copy = prepare.make_tokenizer(prepare.Recipe(cfg))
+    copy = prepare.make_tokenizer(recipe.Recipe(cfg))
     assert copy.fingerprint == found.fingerprint
 
 
@@ -118,10 +118,6 @@ BAD = {
     "with the tokens that were added": ("added_tokens.json", lambda saved: {"chien": 3}),
     "must have a whole number": ("vocab.json", lambda vocab: vocab | {"a": 3, "b": 3}),
     "not of a byte-level tokenizer": ("vocab.json", lambda vocab: vocab | {"le chat": 999}),
-    "is damaged": (
-        "vocab.json",
-        lambda vocab: {token: i for token, i in vocab.items() if token != "le"},
-    ),
     f"has no {END_OF_TEXT}": (
         "vocab.json",
         lambda vocab: {token: i for token, i in vocab.items() if len(token) < 9},

@@ -236,8 +236,8 @@ def prepared(model: MPT, mesh, cfg: TrainConfig, precision: str):
     """(model, optimizer): with adapters, recomputed and sharded, as parallel.build makes them."""
     parallel.put_adapters_on(model, cfg, precision)
     model = parallel.parallelize(model, mesh, cfg, precision)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    return model, optim.build_optimizer(trained, cfg)
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return model, optim.build_optimizer(named, cfg)
 
 
 @contextlib.contextmanager

@@ -40,11 +40,12 @@ RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: the connection is closed with R
 class Inside:
     """A server in a thread of this process."""
 
-    def __init__(self, folder, **settings):
+    def __init__(self, folder):
         from web import app
         from web.server import Server
 
-        cfg = serve.ServeSettings(adapters=str(folder / "adapters"), **settings)
+        sizes = {"rows": 2, "max_lora_rank": 4, "max_tokens": 256}
+        cfg = serve.ServeSettings(adapters=str(folder / "adapters"), **sizes)
         self.service = serve.service_of(cfg, str(folder / "run"), most_texts=5000)
         self.guard = app.build(self.service, [], [], 5000)
         self.server = Server(self.guard, self.service, PATIENCE, "ready")
@@ -86,6 +87,14 @@ def folder(tiny_run, tmp_path_factory):
     for seed, name in enumerate(ADAPTERS):
         write_random(folder / "adapters" / name, cfg, settings, seed)
     return folder
+
+
+@pytest.fixture(scope="module")
+def inside(folder):
+    """A server that generates two texts at a time."""
+    inside = Inside(folder)
+    yield inside
+    inside.stop()
 
 
 # --- Clients
@@ -178,24 +187,20 @@ async def crowd(port: int, rng, n_clients: int) -> list[int]:
     "seed, n_clients", [(1, 200), pytest.param(2, 3000, marks=pytest.mark.long)]
 )
 def test_whoever_stays_is_answered_and_nothing_is_held_for_the_others(
-    seed, n_clients, folder, caplog
+    seed, n_clients, inside, caplog
 ):
-    inside = Inside(folder, rows=2, max_lora_rank=4, max_tokens=256)
-    try:
-        asyncio.run(crowd(inside.port, random.Random(0), 5))
-        held = ["connections", "texts", "rows", "slots", "requests"]
-        wait_for(lambda: not any(inside.held()[kind] for kind in held))
-        gc.collect()
-        before = inside.held()
-        n_before = inside.service.thread.statistics()["new_tokens"]
-        n_left, n_stayed = asyncio.run(crowd(inside.port, random.Random(seed), n_clients))
-        # Other tests' pools, which end when idle, may close files of this process meanwhile.
-        wait_for(lambda: all(n <= before[kind] for kind, n in inside.held().items()))
-        n_new = inside.service.thread.statistics()["new_tokens"] - n_before
-        assert n_stayed // 2 < n_new < n_stayed + n_left // 2
-        assert inside.service.metrics.answers["/v1/completions", 499]
-    finally:
-        inside.stop()
+    asyncio.run(crowd(inside.port, random.Random(0), 5))
+    held = ["connections", "texts", "rows", "slots", "requests"]
+    wait_for(lambda: not any(inside.held()[kind] for kind in held))
+    gc.collect()
+    before = inside.held()
+    n_before = inside.service.thread.statistics()["new_tokens"]
+    n_left, n_stayed = asyncio.run(crowd(inside.port, random.Random(seed), n_clients))
+    # Other tests' pools, which end when idle, may close files of this process meanwhile.
+    wait_for(lambda: all(n <= before[kind] for kind, n in inside.held().items()))
+    n_new = inside.service.thread.statistics()["new_tokens"] - n_before
+    assert n_stayed // 2 < n_new < n_stayed + n_left // 2
+    assert inside.service.metrics.answers["/v1/completions", 499]
     gc.collect()  # tasks whose errors nobody has seen say so now
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -209,9 +214,8 @@ def children() -> list[str]:
     ]
 
 
-def test_schemas_are_built_one_at_a_time_and_end_with_their_clients(folder, tmp_path, monkeypatch):
+def test_schemas_are_built_one_at_a_time_and_end_with_their_clients(inside, tmp_path, monkeypatch):
     """Also where the process that tries one does not come to an end by itself."""
-    inside = Inside(folder, rows=2, max_lora_rank=4, max_tokens=256)
     others = set(children())
 
     def n_tried() -> int:
@@ -220,9 +224,9 @@ def test_schemas_are_built_one_at_a_time_and_end_with_their_clients(folder, tmp_
     endless = tmp_path / "endless"
     endless.write_text("#!/bin/sh\nexec sleep 1000\n")
     endless.chmod(0o755)
+    body = {"model": "run", "prompt": "x", "max_tokens": 3}
 
     async def ask_and_leave() -> None:
-        body = {"model": "run", "prompt": "x", "max_tokens": 3}
         writers = []
         for number in range(6):
             reader, writer = await asyncio.open_connection("127.0.0.1", inside.port)
@@ -235,15 +239,11 @@ def test_schemas_are_built_one_at_a_time_and_end_with_their_clients(folder, tmp_
             writer.close()
         await asyncio.to_thread(wait_for, lambda: inside.guard.n_open == 0)
 
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr("sys.executable", str(endless))
-            asyncio.run(ask_and_leave())
-        wait_for(lambda: n_tried() == 0)
-        body = {"model": "run", "prompt": "x", "max_tokens": 3, "guided_regex": "ab"}
-        assert asyncio.run(answer(inside.port, body))[0] == 200
-    finally:
-        inside.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", str(endless))
+        asyncio.run(ask_and_leave())
+    wait_for(lambda: n_tried() == 0)
+    assert asyncio.run(answer(inside.port, body | {"guided_regex": "ab"}))[0] == 200
 
 
 def test_schemas_that_take_minutes_hold_up_neither_others_nor_the_end(folder):
@@ -264,8 +264,8 @@ def test_schemas_that_take_minutes_hold_up_neither_others_nor_the_end(folder):
     assert "Traceback" not in served.said(), served.said()
 
 
-def test_an_idle_connection_stays_open(one_row):
-    client = http.client.HTTPConnection("127.0.0.1", one_row.port, timeout=PATIENCE)
+def test_an_idle_connection_stays_open(inside):
+    client = http.client.HTTPConnection("127.0.0.1", inside.port, timeout=PATIENCE)
     with contextlib.closing(client):
         for _ in range(2):
             client.request("GET", "/health")
@@ -273,31 +273,23 @@ def test_an_idle_connection_stays_open(one_row):
             answer = client.getresponse()
             assert answer.status == 200 and answer.read()
         assert client.sock is connection  # http.client would have opened another one
-    assert one_row.server.config.timeout_keep_alive == 75
+    assert inside.server.config.timeout_keep_alive == 75
 
 
 # --- Long answers
 
 
-@pytest.fixture(scope="module")
-def one_row(folder):
-    """A server that generates one text at a time."""
-    inside = Inside(folder, rows=1, max_lora_rank=4, max_tokens=256)
-    yield inside
-    inside.stop()
-
-
 LONG = {"model": "run", "prompt": "x", "max_tokens": 250, "n": 8}
 
 
-def test_a_stream_that_waits_says_so(one_row, monkeypatch):
+def test_a_stream_that_waits_says_so(inside, monkeypatch):
     """Proxies close connections on which nothing comes."""
     monkeypatch.setattr("web.completions.PING_SECONDS", 0.01)
 
     async def ask_behind_another():
-        first = asyncio.ensure_future(answer(one_row.port, {**LONG, "stream": False}))
-        await asyncio.to_thread(wait_for, lambda: one_row.service.engine.running)
-        found = await answer(one_row.port, {**LONG, "n": 1, "stream": True})
+        first = asyncio.ensure_future(answer(inside.port, {**LONG, "stream": False}))
+        await asyncio.to_thread(wait_for, lambda: inside.service.engine.running)
+        found = await answer(inside.port, {**LONG, "n": 1, "stream": True})
         return [end_of({**LONG, "stream": False}, *await first), found]
 
     ended, (status, content) = asyncio.run(ask_behind_another())
@@ -305,12 +297,12 @@ def test_a_stream_that_waits_says_so(one_row, monkeypatch):
     assert end_of({"stream": True}, status, content) == "finished"
 
 
-def test_an_answer_that_takes_too_long_ends_with_an_error(one_row, monkeypatch):
-    monkeypatch.setattr(one_row.service, "most_seconds", 0.05)
+def test_an_answer_that_takes_too_long_ends_with_an_error(inside, monkeypatch):
+    monkeypatch.setattr(inside.service, "most_seconds", 0.05)
     for stream, wanted in [(False, 504), (True, 200)]:
-        status, content = asyncio.run(answer(one_row.port, {**LONG, "stream": stream}))
+        status, content = asyncio.run(answer(inside.port, {**LONG, "stream": stream}))
         assert status == wanted and b"the answer takes more than 0.05 s" in content
-    wait_for(lambda: not one_row.service.engine.is_busy)
+    wait_for(lambda: not inside.service.engine.is_busy)
 
 
 def test_more_connections_than_files(folder):

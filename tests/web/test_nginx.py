@@ -11,11 +11,9 @@ import pytest
 from conftest import PATIENCE, ROOT
 from servers import ASK, Served, wait_for
 
+from launch.pool import free_port
+
 pytest.importorskip("fastapi")
-
-from finetuning import lines  # noqa: E402
-
-from launch.pool import free_port  # noqa: E402
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
@@ -79,15 +77,23 @@ def requests_of(served) -> float:
     )
 
 
-def test_requests_streams_uploads_and_a_server_that_dies(proxy):
+def test_slow_clients_requests_streams_uploads_and_a_server_that_dies(proxy):
     port, served = proxy
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+    for sent in (head[:30], head + b"\r\n{"):  # half of a head, half of a body
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+            client.sendall(sent)
+            assert client.recv(100) == b""
+    assert not any(requests_of(one) for one in served)
+
     for host in ("127.0.0.1", "localhost"):
         assert asked(port, "/", host=host)[0] == 200
         assert asked(port, "/v1/completions", ASK, host=host)[0] == 200
     assert asked(port, "/v1/completions", ASK, Origin="http://elsewhere.example")[0] == 403
     form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b\r\n'
     form += b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
-    form += lines(60_000) + b"\r\n--b--\r\n"  # more than nginx takes by itself
+    form += b'{"prompt": "a", "response": "b"}\n' * 60_000  # more than nginx takes by itself
+    form += b"\r\n--b--\r\n"
     kind = {"Content-Type": "multipart/form-data; boundary=b"}
     status, answer = asked(port, "/v1/files", form, **kind)
     assert status == 200, answer.read()
@@ -105,14 +111,3 @@ def test_requests_streams_uploads_and_a_server_that_dies(proxy):
     served[0].process.wait()
     for _ in range(6):
         assert asked(port, "/v1/completions", ASK)[0] == 200
-
-
-def test_who_sends_too_slowly_is_sent_away(proxy):
-    """Half of a head, half of a body: no server hears of them."""
-    port, served = proxy
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
-    for sent in (head[:30], head + b"\r\n{"):
-        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
-            client.sendall(sent)
-            assert client.recv(100) == b""
-    assert not any(requests_of(one) for one in served)

@@ -297,8 +297,9 @@ def test_nonsense_is_answered_and_harms_nobody(seed, n_requests, served):
         answer = answer_to(served.port, message)
         try:
             kinds[check_answer(message, answer)] += 1
-            status, body = served.post("/v1/completions", usual)
-            assert (status, body["choices"]) == (200, first["choices"])
+            if number % 10 == 9:
+                status, body = served.post("/v1/completions", usual)
+                assert (status, body["choices"]) == (200, first["choices"])
         except Exception:
             print(f"request {number}: {message[:2000]!r}\nanswer: {str(answer)[:2000]}")
             raise

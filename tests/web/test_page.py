@@ -1,88 +1,120 @@
-"""The page in a real browser, and how it is served.
+"""A server without a model, and the page in a real browser.
 
-The slow test is the whole story of a user: upload, mend, train, watch, cancel, try, compare.
+The last test is the whole story of a user: upload, mend, train, watch, cancel, try, compare.
 """
 
-import contextlib
 import html.parser
-import http.client
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
-import threading
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from conftest import PATIENCE, ROOT
-from launches import Program
-from servers import KEY, Served, wait_for
+from servers import ASK, CHAT, KEY, Served
 
 pytest.importorskip("fastapi")
-uvicorn = pytest.importorskip("uvicorn")
 
-from finetuning import end_trainings, lines  # noqa: E402
+from finetuning import Place, lines  # noqa: E402
 
 from config import MPTConfig, TrainConfig  # noqa: E402
-from serving.catalog import Catalog  # noqa: E402
-from web import app, worker  # noqa: E402
-from web.completions import Service  # noqa: E402
+from weights import card  # noqa: E402
 
 MS = 1000 * PATIENCE
 LOOKS = [((1280, 860), "light"), ((390, 844), "dark")]  # a size, a theme
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]  # as in a container
 
 
-@contextlib.contextmanager
-def viewer(folders, keys=()):
-    """The port of a server without a model, which shows the runs of `folders`."""
-    hosts = ["127.0.0.1", "localhost"]
-    guarded = app.build(Service(Catalog()), list(keys), hosts, 100, folders)
-    server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning"))
-    with socket.create_server(("127.0.0.1", 0)) as waiting:
-        thread = threading.Thread(target=server.run, args=([waiting],))
-        thread.start()
-        wait_for(lambda: server.started)
-        yield waiting.getsockname()[1]
-        server.should_exit = True
-        thread.join(PATIENCE)
+HOSTILE = '<img src=x onerror="document.title=1">'
+TASKS = ["constructor", "__proto__", "poems"]
+
+
+def write_run(folder: Path, n_steps: int, seed: int) -> None:
+    """Write the folder of a run that never was, whose loss falls."""
+    folder.mkdir(parents=True)
+    cfg = TrainConfig(max_steps=n_steps, seed=seed, lr=1e-3 / (1 + seed % 5))
+    (folder / "config.json").write_text(json.dumps(asdict(MPTConfig()) | asdict(cfg)))
+    row = {"lr": cfg.lr, "grad_norm": 0.5, "batch_hash": None, "skipped": False}
+    row |= {"tokens_per_second": 20000.0, "mfu": None, "memory_gb": 1.0, "seconds": 0.4}
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, n_steps + 1):
+            loss = 3 + 7 * (step + 5 + seed) ** -0.3
+            row |= {"step": step, "tokens": step * 8192, "loss": round(loss, 4)}
+            file.write(json.dumps(row) + "\n")
+
+
+def add_step(folder: Path, step: int, loss: float) -> None:
+    """The run in a folder has done one more step."""
+    path = folder / "metrics.jsonl"
+    row = json.loads(path.read_text().splitlines()[-1])
+    with path.open("a") as file:
+        file.write(json.dumps({**row, "step": step, "loss": loss}) + "\n")
 
 
 @pytest.fixture(scope="module")
-def port():
-    """A viewer with a key, and no runs."""
-    with viewer({}, [KEY]) as port:
-        yield port
+def runs(tiny_run, tmp_path_factory):
+    """A folder of runs: a real one, sound ones, a hostile name, a damaged one, one with scores."""
+    folder = tmp_path_factory.mktemp("viewed") / "runs"
+    for number, name in enumerate(["team/first", "team/second", HOSTILE, "broken"]):
+        write_run(folder / name, 300, number)
+    (folder / "broken" / "config.json").write_text("{")
+    shutil.copytree(tiny_run, folder / "mine")
+    write_run(folder / "long", 5000, 0)
+    write_run(folder / "scored", 3, 0)
+    tasks = {task: {"acc": 0.5, "chance": 0.25} for task in TASKS}
+    (folder / "scored" / "results.json").write_text(json.dumps({"tasks": tasks}))
+    return folder
 
 
-def get(port, path, key=None):
-    """(status, headers, text) of a GET. The path is sent as it is."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, answer.headers, text
+@pytest.fixture(scope="module")
+def viewer(runs):
+    """A server without a model, which shows these runs to those who have a key."""
+    (runs.parent / "keys.txt").write_text(f"{KEY}\n")
+    served = Served(runs.parent, "--runs=runs", "--keys=keys.txt", model=None)
+    yield served
+    assert served.stop() == 0
 
 
 # --- Without a browser
 
 
-def test_the_page_needs_no_key_and_what_it_shows_does(port):
-    status, headers, text = get(port, "/")
+def test_the_page_needs_no_key_and_what_it_shows_does(viewer):
+    status, headers, text = viewer.request("GET", "/", key=None)
     assert status == 200 and text.startswith("<!doctype html>")
-    assert headers["Content-Type"] == "text/html; charset=utf-8"
-    assert headers["X-Content-Type-Options"] == "nosniff"
-    policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+    assert headers["content-type"] == "text/html; charset=utf-8"
+    assert headers["x-content-type-options"] == "nosniff"
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
     for path in ("/api/about", "/api/runs", "/v1/models"):
-        assert get(port, path)[0] == 401
-    nothing = {"model": None, "jobs": False, "worker": None, "runs": False, "chat": False}
-    assert json.loads(get(port, "/api/about", KEY)[2]) == nothing
+        assert viewer.request("GET", path, key=None)[0] == 401
+
+
+def test_a_viewer_shows_runs_and_says_that_there_is_no_model(viewer, runs):
+    def got(path):
+        return json.loads(viewer.request("GET", path)[2])
+
+    assert "mine" in [line["name"] for line in got("/api/runs")["runs"]]
+    assert got("/api/about") == {
+        "model": None,
+        "jobs": False,
+        "worker": None,
+        "runs": True,
+        "chat": False,
+    }
+    for path, asked in (("/v1/completions", ASK), ("/v1/chat/completions", CHAT)):
+        status, body = viewer.post(path, asked)
+        assert status == 404 and "no model" in body["error"]["message"]
+    assert got("/v1/models")["data"] == []
+    assert viewer.health() == {"status": "ok"}
+    assert viewer.metrics()['mpt_answers_total{path="/api/about",status="200"}'] == 1
+    written = card.page(runs / "mine", "mine", card.record_of(runs / "mine"))
+    assert viewer.request("GET", "/api/runs/mine/card")[2] == written
+    add_step(runs / "mine", 3, 5.0)
+    assert got("/api/runs/mine/curve")["last"] == 3
 
 
 class Loaded(html.parser.HTMLParser):
@@ -100,26 +132,24 @@ class Loaded(html.parser.HTMLParser):
             self.names.add(address)
 
 
-def test_every_file_of_the_page_is_reachable(port):
+def test_every_file_of_the_page_is_reachable_and_no_other_one(viewer):
     loaded = Loaded()
-    loaded.feed(get(port, "/")[2])
+    loaded.feed(viewer.request("GET", "/", key=None)[2])
     wanted = {address for address in loaded.names if not address.startswith("data:")}
     on_disk = {f"/static/{path.name}" for path in (ROOT / "web" / "static").iterdir()}
     assert wanted == on_disk - {"/static/index.html"}
     for address in on_disk:
-        status, headers, text = get(port, address)
-        assert status == 200 and headers["Content-Type"].startswith("text/")
-        assert headers["X-Content-Type-Options"] == "nosniff"
+        status, headers, text = viewer.request("GET", address, key=None)
+        assert status == 200 and headers["content-type"].startswith("text/")
+        assert headers["x-content-type-options"] == "nosniff"
         imported = re.findall(r'from "\./([\w.]+)"', text)
         assert {f"/static/{name}" for name in imported} <= on_disk
 
-
-def test_no_file_outside_is_reachable(port):
     outside = ["../page.py", "..%2fpage.py", "%2e%2e/page.py", "..%5cpage.py", "./../page.py"]
     outside += ["", ".", "..", "//etc/passwd", "%2fetc%2fpasswd", "index.html%00", "nothing.js"]
     outside += ["style.css/", "../static/style.css%2f..%2f..%2fpage.py", "x" * 5000]
     for name in outside:
-        status, _, text = get(port, f"/static/{name}")
+        status, _, text = viewer.request("GET", f"/static/{name}", key=None)
         assert status == 404 and "error" in json.loads(text), name
 
 
@@ -142,12 +172,14 @@ def browser():
 
 
 class Visit:
-    """A tab, which notes all that the console says."""
+    """A tab, which notes all that the console says. key: one that the user has given already."""
 
-    def __init__(self, browser, port, size=LOOKS[0][0], theme="light"):
+    def __init__(self, browser, port, size=LOOKS[0][0], theme="light", key=KEY):
         width, height = size
         viewport = {"width": width, "height": height}
         self.context = browser.new_context(viewport=viewport, color_scheme=theme)
+        if key:
+            self.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{key}')")
         self.page = self.context.new_page()
         self.page.set_default_timeout(MS)
         self.url = f"http://127.0.0.1:{port}"
@@ -175,105 +207,64 @@ def accessible(page) -> list[str]:
     return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in serious]
 
 
-def write_run(folder: Path, n_steps: int, seed: int) -> None:
-    """Write the folder of a run that never was, whose loss falls."""
-    folder.mkdir(parents=True)
-    cfg = TrainConfig(max_steps=n_steps, seed=seed, lr=1e-3 / (1 + seed % 5))
-    (folder / "config.json").write_text(json.dumps(asdict(MPTConfig()) | asdict(cfg)))
-    row = {"lr": cfg.lr, "grad_norm": 0.5, "batch_hash": None, "skipped": False}
-    row |= {"tokens_per_second": 20000.0, "mfu": None, "memory_gb": 1.0, "seconds": 0.4}
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, n_steps + 1):
-            loss = 3 + 7 * (step + 5 + seed) ** -0.3
-            row |= {"step": step, "tokens": step * 8192, "loss": round(loss, 4)}
-            file.write(json.dumps(row) + "\n")
-
-
-HOSTILE = '<img src=x onerror="document.title=1">'
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder of runs: two sound ones, one with a hostile name, a damaged one."""
-    folder = tmp_path_factory.mktemp("runs")
-    for number, name in enumerate(["team/first", "team/second", HOSTILE, "broken"]):
-        write_run(folder / name, 300, number)
-    (folder / "broken" / "config.json").write_text("{")
-    return folder
+@pytest.mark.slow
+def test_a_viewer_asks_for_the_key_and_shows_names_as_text(browser, viewer):
+    visit = Visit(browser, viewer.port, key="")
+    page = visit.open("runs")
+    for key in ("wrong", KEY):
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Continue").click()
+        if key == "wrong":
+            page.get_by_text("The server does not know this key.").wait_for()
+    row = page.get_by_role("row", name=HOSTILE)
+    row.get_by_role("checkbox").check()
+    page.get_by_label("Choose team/first").check()
+    page.locator("#run-chart polyline").nth(1).wait_for(state="attached")
+    page.get_by_text("Settings that differ").wait_for()
+    assert "damaged" in page.get_by_role("row", name="broken").inner_text()
+    assert page.title().startswith("Runs")
+    page.get_by_label("Filter").first.fill("team second")
+    page.get_by_text("1 of 7 runs").wait_for()
+    for view, needs in (("playground", "model"), ("jobs", "jobs")):
+        visit.open(view).locator(f"#no-{needs}").get_by_text("python serve.py").wait_for()
+    assert visit.errors() == []
 
 
 @pytest.mark.slow
-def test_a_viewer_asks_for_the_key_and_shows_names_as_text(browser, runs):
-    with viewer({"": runs}, [KEY]) as port:
-        visit = Visit(browser, port)
-        page = visit.open("runs")
-        for key in ("wrong", KEY):
-            page.get_by_label("API key").fill(key)
-            page.get_by_role("button", name="Continue").click()
-            if key == "wrong":
-                page.get_by_text("The server does not know this key.").wait_for()
-        row = page.get_by_role("row", name=HOSTILE)
-        row.get_by_role("checkbox").check()
-        page.get_by_label("Choose team/first").check()
-        page.locator("#run-chart polyline").nth(1).wait_for(state="attached")
-        page.get_by_text("Settings that differ").wait_for()
-        assert "damaged" in page.get_by_role("row", name="broken").inner_text()
-        assert page.title().startswith("Runs")
-        page.get_by_label("Filter").first.fill("team second")
-        page.get_by_text("1 of 4 runs").wait_for()
-        for view, needs in (("playground", "model"), ("jobs", "jobs")):
-            visit.open(view).locator(f"#no-{needs}").get_by_text("python serve.py").wait_for()
-        assert visit.errors() == []
-
-
-@pytest.mark.slow
-def test_names_that_every_object_has_break_no_view(browser, tmp_path):
+def test_names_that_every_object_has_break_no_view(browser, viewer):
     """A task may be named as what JavaScript's objects inherit, and so may a view."""
-    for number, task in enumerate(["constructor", "__proto__", "poems"]):
-        write_run(tmp_path / f"run-{number}", 3, number)
-        results = {"tasks": {task: {"acc": 0.5, "chance": 0.25}}}
-        (tmp_path / f"run-{number}" / "results.json").write_text(json.dumps(results))
-    with viewer({"": tmp_path}) as port:
-        visit = Visit(browser, port)
-        for task in ("constructor", "__proto__", "poems"):
-            visit.open("evaluation").get_by_role("button", name=task).click()
-        assert visit.page.get_by_text("0.500", exact=True).count() == 3
-        visit.open("constructor").get_by_role("heading", name="Runs").wait_for()
-        assert visit.errors() == []
+    visit = Visit(browser, viewer.port)
+    for task in TASKS:
+        visit.open("evaluation").get_by_role("button", name=task).click()
+    assert visit.page.get_by_text("0.500", exact=True).count() == len(TASKS)
+    visit.open("constructor").get_by_role("heading", name="Runs").wait_for()
+    assert visit.errors() == []
 
 
 @pytest.mark.slow
-def test_the_keyboard_is_enough_and_a_new_step_appears_by_itself(browser, runs):
-    with viewer({"": runs}) as port:
-        page = Visit(browser, port).open("evaluation")
-        page.get_by_role("link", name="Runs").focus()
-        page.keyboard.press("Enter")
-        page.get_by_label("Choose team/second").focus()
-        page.keyboard.press("Space")
-        page.locator("#run-chart polyline").first.wait_for(state="attached")
-        page.locator("#run-chart .plot").focus()
-        page.keyboard.press("ArrowLeft")
-        assert "team/second" in page.locator("#run-chart .tip").inner_text()
-
-        page.get_by_text("at step 300").wait_for()
-        row = json.loads((runs / "team/second/metrics.jsonl").read_text().splitlines()[-1])
-        with (runs / "team/second/metrics.jsonl").open("a") as file:
-            file.write(json.dumps({**row, "step": 301, "loss": 1.2345}) + "\n")
-        page.get_by_text("1.235 at step 301").wait_for()
+def test_the_keyboard_is_enough_and_a_new_step_appears_by_itself(browser, viewer, runs):
+    page = Visit(browser, viewer.port).open("evaluation")
+    page.get_by_role("link", name="Runs").focus()
+    page.keyboard.press("Enter")
+    page.get_by_label("Choose team/second").focus()
+    page.keyboard.press("Space")
+    page.locator("#run-chart polyline").first.wait_for(state="attached")
+    page.locator("#run-chart .plot").focus()
+    page.keyboard.press("ArrowLeft")
+    assert "team/second" in page.locator("#run-chart .tip").inner_text()
+    page.get_by_text("at step 300").wait_for()
+    add_step(runs / "team/second", 301, 1.2345)
+    page.get_by_text("1.235 at step 301").wait_for()
 
 
 @pytest.mark.slow
-def test_the_legend_has_the_value_of_the_last_step(browser, tmp_path):
+def test_the_legend_has_the_value_of_the_last_step(browser, viewer, runs):
     """Not the mean of the steps that share the last point of the curve."""
-    write_run(tmp_path / "long", 5000, 0)
-    path = tmp_path / "long/metrics.jsonl"
-    row = json.loads(path.read_text().splitlines()[-1])
-    with path.open("a") as file:
-        file.write(json.dumps({**row, "step": 5001, "loss": 9.5}) + "\n")
-    with viewer({"": tmp_path}) as port:
-        page = Visit(browser, port).open("runs?run=long")
-        page.get_by_text("9.5 at step 5,001").wait_for()
-        assert page.locator("#run-table td.loss").inner_text() == "9.5"
+    add_step(runs / "long", 5001, 9.5)
+    page = Visit(browser, viewer.port).open("runs?run=long")
+    page.get_by_text("9.5 at step 5,001").wait_for()
+    row = page.get_by_role("row", name="long")
+    assert row.locator("td.loss").inner_text() == "9.5"
 
 
 @pytest.mark.slow
@@ -284,44 +275,41 @@ def test_jobs_without_a_worker(browser, tiny_run, tmp_path):
     """
     shutil.copytree(tiny_run, tmp_path / "run")
     server = Served(tmp_path, "--jobs=my jobs", "--rows=4")
-    try:
-        visit = Visit(browser, server.port)
-        page = visit.open("jobs")
-        choose_file(page, lines(20))
-        page.get_by_text("pairs.jsonl is uploaded").wait_for()
-        page.get_by_role("button", name="Start the job").dblclick()
-        page.get_by_text("No worker yet: python -m web.worker 'my jobs'").wait_for()
-        page.get_by_role("button", name="Start the job").and_(page.locator(":enabled")).wait_for()
-        folder = tmp_path / "my jobs/jobs"
-        (made,) = folder.iterdir()
-        for number in range(250):  # jobs of before, all of which have ended
-            name = f"ftjob-{number:024x}"
-            shutil.copytree(made, folder / name)
-            (folder / name / "state.json").write_text(ENDED)
-        page.reload()
-        page.locator("#job-list > li").nth(250).wait_for()
-        (folder / made.name / "state.json").write_text(ENDED)
-        page.locator("#job-list > li").first.get_by_role("button", name="Try it").wait_for()
+    visit = Visit(browser, server.port)
+    page = visit.open("jobs")
+    choose_file(page, lines(20))
+    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+    page.get_by_role("button", name="Start the job").dblclick()
+    page.get_by_text("No worker yet: python -m web.worker 'my jobs'").wait_for()
+    page.get_by_role("button", name="Start the job").and_(page.locator(":enabled")).wait_for()
+    folder = tmp_path / "my jobs/jobs"
+    (made,) = folder.iterdir()
+    for number in range(250):  # jobs of before, all of which have ended
+        name = f"ftjob-{number:024x}"
+        shutil.copytree(made, folder / name)
+        (folder / name / "state.json").write_text(ENDED)
+    page.reload()
+    page.locator("#job-list > li").nth(250).wait_for()
+    (folder / made.name / "state.json").write_text(ENDED)
+    page.locator("#job-list > li").first.get_by_role("button", name="Try it").wait_for()
 
-        visit.open("playground").locator("#model-a option").first.wait_for(state="attached")
-        page.get_by_text("JSON schema").click()
-        page.get_by_label("the answer conforms").fill(json.dumps(SCHEMA))
-        visit.open("playground?model=run&beside=&kind=text").get_by_label("Prompt").last.fill("x")
-        page.locator("#structure:not([open])").wait_for()
-        with page.expect_request("**/v1/completions") as asked:
-            page.get_by_role("button", name="Generate").click()
-        assert "response_format" not in asked.value.post_data_json
-        page.get_by_text("Done.").wait_for()
-
-        page.get_by_label("Temperature").fill("5")
-        page.locator("#sampling summary").click()
+    visit.open("playground").locator("#model-a option").first.wait_for(state="attached")
+    page.get_by_text("JSON schema").click()
+    page.get_by_label("the answer conforms").fill(json.dumps(SCHEMA))
+    visit.open("playground?model=run&beside=&kind=text").get_by_label("Prompt").last.fill("x")
+    page.locator("#structure:not([open])").wait_for()
+    with page.expect_request("**/v1/completions") as asked:
         page.get_by_role("button", name="Generate").click()
-        page.locator("#temperature:focus").wait_for()  # with the browser's message
-        assert page.locator(".answer").count() == 1
-        assert visit.errors() == []
-    finally:
-        server.process.kill()
-        server.process.wait()
+    assert "response_format" not in asked.value.post_data_json
+    page.get_by_text("Done.").wait_for()
+
+    page.get_by_label("Temperature").fill("5")
+    page.locator("#sampling summary").click()
+    page.get_by_role("button", name="Generate").click()
+    page.locator("#temperature:focus").wait_for()  # with the browser's message
+    assert page.locator(".answer").count() == 1
+    assert visit.errors() == []
+    server.process.kill()
 
 
 ENDED = '{"status": "succeeded", "deaths": 0, "restarts": 0, "finished_at": 1}'
@@ -332,19 +320,8 @@ ENDED = '{"status": "succeeded", "deaths": 0, "restarts": 0, "finished_at": 1}'
 
 @pytest.fixture
 def place(tiny_run, tmp_path):
-    """A folder with a base, served with jobs and runs, and a worker. Nothing is left running."""
-    shutil.copytree(tiny_run, tmp_path / "run")
-    shutil.copytree(tiny_run, tmp_path / "runs" / "base")
-    (tmp_path / "keys.txt").write_text(KEY)
-    flags = ["--jobs=jobs", "--runs=runs", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
-    server = Served(tmp_path, *flags)
-    flags = ["jobs", "--poll_seconds=0.05"]
-    trainer = Program(worker.main, flags, tmp_path, tmp_path / "worker.log")
-    yield server
-    for process in (trainer, server.process):
-        process.kill()
-        process.wait()
-    end_trainings(tmp_path)
+    with Place(tiny_run, tmp_path) as place:
+        yield place
 
 
 def choose_file(page, content) -> None:
@@ -366,7 +343,12 @@ def start_job(page, suffix, epochs) -> None:
 
 @pytest.mark.slow
 def test_the_whole_story(browser, place, tmp_path):
-    visit = Visit(browser, place.port)
+    shutil.copytree(tmp_path / "run", tmp_path / "runs" / "base")
+    (tmp_path / "keys.txt").write_text(KEY)
+    flags = ["--jobs=jobs", "--runs=runs", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
+    server = Served(tmp_path, *flags)
+    place.worker()
+    visit = Visit(browser, server.port, key="")
     page = visit.open("jobs")
     page.get_by_label("API key").fill(KEY)
     page.get_by_role("button", name="Continue").click()
@@ -415,7 +397,8 @@ def test_the_whole_story(browser, place, tmp_path):
     assert made in Path(download.value.path()).read_text()
     visit.open("evaluation").locator("#evaluation-status").wait_for()
     assert visit.errors() == [] and page.title().startswith("Evaluation")
-    look_at_all(browser, place, f"runs?run=base&run=jobs/{made}", tmp_path)
+    look_at_all(browser, server, f"runs?run=base&run=jobs/{made}", tmp_path)
+    server.process.kill()
 
 
 SCHEMA = {
@@ -432,11 +415,10 @@ SEEN = {  # view: what is there as soon as it has loaded
 }
 
 
-def look_at_all(browser, place, runs, folder) -> None:
+def look_at_all(browser, server, runs, folder) -> None:
     """Each view in both looks: a picture, nothing too wide, readable for all."""
     for size, theme in LOOKS:
-        visit = Visit(browser, place.port, size, theme)
-        visit.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{KEY}')")
+        visit = Visit(browser, server.port, size, theme)
         for view, there in SEEN.items():
             page = visit.open(runs if view == "runs" else view)
             page.locator(there).first.wait_for(state="attached")

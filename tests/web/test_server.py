@@ -15,6 +15,7 @@ from servers import ASK, CHAT, KEY, Served, openai_client, served_folder, wait_f
 import checkpoint
 import serve
 from config import MPTConfig, TrainConfig
+from text import chat
 from weights import load
 
 openai = pytest.importorskip("openai")
@@ -26,15 +27,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tiny_run, tmp_path_factory):
-    """A run, and a folder of two adapters for it."""
-    return served_folder(tiny_run, tmp_path_factory.mktemp("served"))
+    """A run, a folder of two adapters for it, and a chat template that refuses some messages."""
+    folder = served_folder(tiny_run, tmp_path_factory.mktemp("served"))
+    refusal_of = "{% if m.content == 'never' %}{{ raise_exception('not this one') }}{% endif %}"
+    strict = "{% for m in messages %}" + refusal_of + "{% endfor %}" + chat.CHATML
+    (folder / "strict.jinja").write_text(strict)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def served(folder):
     """A server with two adapters and a key."""
     flags = ["--adapters=adapters", "--keys=keys.txt", "--rows=4", "--precision=fp32"]
-    server = Served(folder, *flags, "--max_requests=100")
+    server = Served(folder, *flags, "--chat_template=strict.jinja", "--max_requests=100")
     yield server
     assert server.stop() == 0
 
@@ -70,8 +75,9 @@ def test_a_completion(client):
     assert other != choice.text
     echoed = client.completions.create(**asked, echo=True).choices[0].text
     assert echoed == "the river" + choice.text
-    ids = client.completions.create(**{**asked, "prompt": list(b"the river")})
-    assert ids.choices[0].text == choice.text
+    as_ids = {"prompt": list(b"the river"), "logprobs": 3}
+    ids = client.completions.create(**asked | as_ids).choices[0]
+    assert ids.text == choice.text and len(ids.logprobs.tokens) == 12
 
 
 def test_several_texts_in_one_request(client):
@@ -128,15 +134,6 @@ def test_the_end_of_an_answer_and_stop_strings_end_a_text(client, served):
     assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.text
 
 
-def test_logprobs_of_a_completion(client):
-    asked = dict(model="run", prompt="the river", max_tokens=6, temperature=0)
-    logprobs = client.completions.create(**asked, logprobs=3).choices[0].logprobs
-    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 6
-    for value, likeliest in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert 1 <= len(likeliest) <= 3  # two halves of characters look alike as text
-        assert max(likeliest.values()) == pytest.approx(value)
-
-
 def test_an_echoed_prompt_has_the_log_probabilities_of_the_model(served, folder):
     """As lm-evaluation-harness asks. The first has none, which the strict client would refuse."""
     model, tokenizer, _ = load.load_for_sampling(str(folder / "run"), None, "cpu", in_fp32=True)
@@ -189,28 +186,11 @@ def test_every_token_that_counts_has_its_log_probability(served, more, tokens):
     assert answer["choices"][0]["finish_reason"] == ("stop" if tokens[-1] == "" else "length")
 
 
-def test_the_harness_reads_the_whole_continuation_whatever_comes_next(served, folder):
-    """lm-evaluation-harness takes all entries from the context's length to before the last one."""
-    model, tokenizer, _ = load.load_for_sampling(str(folder / "run"), None, "cpu", in_fp32=True)
-    for regex in ("a", "é"):
-        context, continuation = tokenizer.encode("the river").tolist(), [ord("s")]
-        ids = context + continuation
-        asked = dict(prompt=[ids], max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234)
-        _, answer = served.post("/v1/completions", ASK | asked | {"guided_regex": regex})
-        found = answer["choices"][0]["logprobs"]
-        with torch.inference_mode():
-            log_p = model.eval()(torch.tensor([ids]))[0, :, : tokenizer.vocab_size].log_softmax(-1)
-        score = sum(found["token_logprobs"][len(context) : -1])
-        assert score == pytest.approx(log_p[-2, ord("s")].item(), abs=1e-4)
-        (likeliest,) = [max(top.values()) for top in found["top_logprobs"][len(context) : -1]]
-        assert likeliest == pytest.approx(log_p[-2].max().item(), abs=1e-4)
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_has_the_log_probabilities_of_the_whole_answer(served, path):
     """With a stop string, too, none of a token that was cut off."""
     ask, logprobs = (ASK, 2) if path == "/v1/completions" else (CHAT, True)
-    for seed in range(12):
+    for seed in range(6):
         asked = ask | {"max_tokens": 30, "seed": seed, "logprobs": logprobs, "temperature": 1.5}
         text = text_of(served.post(path, asked)[1]["choices"][0])
         asked["stop"] = [text[7:9] or "zz", "\u4e2d"]
@@ -312,47 +292,35 @@ def test_counters_agree_with_the_answers(served):
 
 # --- Refusals
 
+SLOW_SCHEMA = {"patternProperties": {f"^k{i:03}": {} for i in range(600)}}
+
 
 @pytest.mark.parametrize(
     "change, status, words",
     [
         ({"model": "anne"}, 404, "anna"),
-        ({"model": "../run"}, 404, "no model"),
         ({"model": None}, 400, "model"),
         ({"max_tokens": 5000}, 400, "more than 256"),
         ({"max_tokens": "4"}, 400, "max_tokens"),
         ({"max_tokens": 0}, 400, "max_tokens 0 scores a prompt"),
-        ({"max_tokens": -1}, 400, "max_tokens"),
         ({"prompt": "x" * 300}, 400, "are more than 256"),
         ({"prompt": "x" * 10**6}, 400, "does not fit"),
         ({"prompt": [1, 2, 320]}, 400, "ids are from 0"),
         ({"prompt": ["x"] * 20_000}, 400, "send several requests"),
         ({"prompt": []}, 400, "empty list"),
-        ({"prompt": [5, "a"]}, 400, "prompt.1: Input should be a valid integer (got 'a')"),
-        ({"stop": [5]}, 400, "stop.0: Input should be a valid string (got 5)"),
-        ({"prompt": ["a", 5]}, 400, "prompt.1: Input should be a valid string (got 5)"),
-        ({"prompt": [[5], "a"]}, 400, "prompt.1: Input should be a valid list (got 'a')"),
-        ({"temperature": -1}, 400, "temperature"),
+        ({"prompt": [5, "a"]}, 400, "prompt.1"),
+        ({"prompt": [[5], "a"]}, 400, "prompt.1"),
+        ({"prompt": [1.5] * 200_000}, 400, "prompt"),
         ({"temperature": float("nan")}, 400, "temperature"),
         ({"n": 10**6}, 400, "n: "),
         ({"stop": ""}, 400, "at least 1 character"),
-        ({"stop": "x" * 10**6}, 400, "at most 256"),
         ({"stop": "x", "guided_regex": "[0-9]+"}, 400, "leave one out"),
-        ({"prompt": [1.5] * 200_000}, 400, "prompt"),
-        ({"stop": ["a"] * 20}, 400, "stop"),
-        ({"logit_bias": {"5": 1}}, 400, "not supported"),
-        ({"best_of": 2}, 400, "best_of"),
         ({"echo": True, "logprobs": 1, "stream": True}, 400, "echo with logprobs"),
         ({"stream_options": {"include_usage": True}}, 400, "needs stream"),
         ({"guided_json": {"not": {"type": "string"}}}, 400, "not"),
         ({"guided_regex": "("}, 400, ""),
-        (
-            {"guided_json": {"patternProperties": {f"^k{i:03}": {} for i in range(600)}}},
-            400,
-            "0.5 s",
-        ),
+        ({"guided_json": SLOW_SCHEMA}, 400, "0.5 s"),
         ({"response_format": {"type": "xml"}}, 400, "expected text, json_object"),
-        ({"response_format": {"type": "text", "schema": {}}}, 400, "response_format.schema"),
         ({"response_format": {"type": "json_schema", "schema": {}}}, 400, "response_format.schema"),
     ],
 )
@@ -364,15 +332,11 @@ def test_a_completion_that_cannot_be_is_refused(served, change, status, words):
     assert "\n" not in error["message"] and len(error["message"]) < 400
 
 
-CHANGES = {
-    **{"guided_choice": ["a"], "guided_grammar": "x", "structured_outputs": {"choice": ["a"]}},
-    **{"min_p": 0.9, "repetition_penalty": 5.0, "presence_penalty": 1, "frequency_penalty": -1},
-    **{"min_tokens": 8, "ignore_eos": True, "stop_token_ids": [5], "bad_words": ["a"]},
-    **{"allowed_token_ids": [3], "include_stop_str_in_output": True, "skip_special_tokens": False},
-    **{"truncate_prompt_tokens": 1, "use_beam_search": True, "best_of": 3, "logit_bias": {"5": 1}},
-    **{"tools": [{}], "functions": [{}], "tool_choice": "required", "function_call": "auto"},
-    **{"add_generation_prompt": False, "continue_final_message": True, "chat_template": "X"},
-    **{"reasoning_effort": "high", "verbosity": "low", "suffix": "x", "no_such_field": 0},
+CHANGES = {  # names that nobody knows, and values of known ones that would change a text
+    **{"guided_grammar": "x", "structured_outputs": {"choice": ["a"]}, "no_such_field": 0},
+    **{"min_p": 0.9, "repetition_penalty": 5.0, "presence_penalty": 1, "ignore_eos": True},
+    **{"best_of": 3, "logit_bias": {"5": 1}, "tools": [{}], "tool_choice": "required"},
+    **{"skip_special_tokens": False, "add_generation_prompt": False, "suffix": "x"},
 }
 # As OpenAI's client, LangChain, Open WebUI, lm-evaluation-harness and vLLM's users send them.
 NEUTRAL = {
@@ -411,33 +375,32 @@ def test_messages_as_the_client_gives_them_back(client, served):
     assert status == 400 and "top_logprobs needs logprobs" in body["error"]["message"]
 
 
-def test_a_template_that_refuses_a_message_is_named_without_its_folder(folder):
-    template = folder / "strict.jinja"
-    refusal_of = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    template.write_text("{% for m in messages %}" + refusal_of + "{{ m.content }}{% endfor %}")
-    server = Served(folder, f"--chat_template={template}")
-    messages = [{"role": "system", "content": "x"}, *CHAT["messages"]]
-    status, body = server.post("/v1/chat/completions", CHAT | {"messages": messages})
+def test_a_template_that_refuses_a_message_is_named_without_its_folder(served, folder):
+    messages = [{"role": "user", "content": "never"}]
+    status, body = served.post("/v1/chat/completions", CHAT | {"messages": messages})
     assert status == 400 and str(folder) not in str(body)
-    assert "strict.jinja fails: no system" in body["error"]["message"]
-    assert server.stop() == 0
+    assert "strict.jinja fails: not this one" in body["error"]["message"]
 
 
-def test_head_is_answered_as_get_without_a_body(served):
+def test_paths_and_methods(served):
+    """HEAD is answered as GET, without a body; errors have one shape."""
     for path in ("/health", "/metrics", "/v1/models", "/v1/models/anna", "/", "/openapi.json"):
         status, headers, text = served.request("HEAD", path)
         assert status == 200 and int(headers["content-length"]) > 0 and text == "", path
-    assert served.request("HEAD", "/v1/completions")[0] == 405
     assert served.request("HEAD", "/v1/models/nobody")[0] == 404
+    for method, path, status in [("GET", "/x", 404), ("GET", "/v1/completions", 405)]:
+        got, _, text = served.request(method, path)
+        assert got == status and "message" in json.loads(text)["error"]
+    paths = json.loads(served.request("GET", "/openapi.json")[2])["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= set(paths)
 
 
-STRANGE = ["nobody", "a" * 300, "\0", "\ud800", "..", "anna"]
-
-
-def test_a_name_like_that_of_a_checkpoint_is_a_model_or_404(served):
-    for name in [*(f"{name}/checkpoints/step-1" for name in STRANGE), f"a/step-{'9' * 5000}"]:
-        status, body = served.post("/v1/completions", ASK | {"model": name})
-        assert status == 404 and body["error"]["code"] == "model_not_found", (name, body)
+@pytest.mark.parametrize("name", ["nobody", "a" * 300, "\0", "\ud800", "..", "anna"])
+def test_a_name_like_that_of_a_checkpoint_is_a_model_or_404(served, name):
+    for step in ("1", "9" * 5000):
+        asked = ASK | {"model": f"{name}/checkpoints/step-{step}"}
+        status, body = served.post("/v1/completions", asked)
+        assert status == 404 and body["error"]["code"] == "model_not_found", body
 
 
 def test_top_p_of_0_takes_the_likeliest_token(served):
@@ -448,33 +411,24 @@ def test_top_p_of_0_takes_the_likeliest_token(served):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(
-    "messages, words",
-    [
-        ([], "messages"),
-        ([{"role": "user"}], "content"),
-        ([{"role": "owner", "content": "x"}], "role"),
-        ([{"role": "assistant", "content": "x"}], "expected system or user first"),
-        ([{"role": "user", "content": "x"}] * 2, "alternate"),
-        (
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
-            "expected user",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            "messages.0.content.0.type: Input should be 'text' (got 'image_url')",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}],
-            "messages.0.content.0.image_url: this is not supported",
-        ),
-        (
-            [{"role": "user", "content": "x", "tool_calls": [{"id": "a"}]}],
-            "tool_calls: this is not",
-        ),
-        ([{"role": "user", "content": "x", "function_call": {}}], "function_call: this is not"),
-    ],
-)
+USER = {"role": "user", "content": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+DISORDER = [  # messages, words of the answer
+    ([], "messages"),
+    ([{"role": "user"}], "content"),
+    ([{"role": "owner", "content": "x"}], "role"),
+    ([USER, USER], "alternate"),
+    ([USER, {"role": "assistant", "content": "y"}], "expected user"),
+    ([USER | {"content": [IMAGE]}], "messages.0.content.0.type"),
+    (
+        [USER | {"content": [{"type": "text", "text": "x", "image_url": "y"}]}],
+        "content.0.image_url",
+    ),
+    ([USER | {"tool_calls": [{"id": "a"}]}], "tool_calls"),
+]
+
+
+@pytest.mark.parametrize("messages, words", DISORDER)
 def test_a_conversation_in_disorder_is_refused(served, messages, words):
     status, body = served.post("/v1/chat/completions", {**CHAT, "messages": messages})
     assert status == 400 and words in body["error"]["message"], body
@@ -484,7 +438,6 @@ def test_a_conversation_in_disorder_is_refused(served, messages, words):
     "content, words",
     [
         (b"{", "not JSON"),
-        (b"", "body"),
         (b"[]", "JSON object"),
         (b'{"model": "run", "prompt": "\xff"}', ""),
         (b"[" * 100_000, ""),
@@ -523,17 +476,6 @@ def test_who_may_ask(served):
     wait_for(lambda: '"mine-7"' in served.said())  # it is written behind the answer
 
 
-def test_unknown_paths_and_methods_have_the_same_shape(served):
-    for method, path, status in [("GET", "/x", 404), ("GET", "/v1/completions", 405)]:
-        got, _, text = served.request(method, path)
-        assert got == status and "message" in json.loads(text)["error"]
-
-
-def test_the_schema_names_every_endpoint(served):
-    paths = json.loads(served.request("GET", "/openapi.json")[2])["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= set(paths)
-
-
 # --- Adapters at run time
 
 
@@ -554,7 +496,7 @@ def test_adapters_come_and_go(served, folder):
 
     assert served.request("POST", "/v1/unload_lora_adapter", {"lora_name": "carl"})[0] == 200
     assert served.post("/v1/completions", body)[0] == 404
-    for path in ("../run", "/etc", "adapters/../../run", "a\0b", "x" * 3000, "\ud800"):
+    for path in ("../run", "/etc", "a\0b", "x" * 3000, "\ud800"):
         status, body = served.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
         assert status == 400, body
 
@@ -593,6 +535,9 @@ def test_what_cannot_be_served(folder, monkeypatch):
     def refused(*flags) -> str:
         return refusal(serve.main, list(flags))
 
+    assert "there is nothing to serve" in refused()
+    assert "--runs=none is no folder" in refused("--runs=none")
+    assert "--adapters needs the model" in refused("--runs=.", "--adapters=adapters")
     assert "--keys=FILE" in refused("run", "--host=0.0.0.0")
     (folder / "short.txt").write_text("abc\n")
     assert "16 or more characters" in refused("run", "--keys=short.txt")

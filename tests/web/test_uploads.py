@@ -40,10 +40,7 @@ def test_a_file_is_kept_listed_read_and_deleted(client, tmp_path):
 WRONG = [  # lines, numbers of those that are wrong
     ([GOOD, "{", GOOD, "[1]"], [2, 4]),
     (["", GOOD, " ", '{"prompt": "a"}'], [4]),
-    (
-        ['{"prompt": 1, "response": "b"}', '{"prompt": "a", "response": "b", "completion": "c"}'],
-        [1, 2],
-    ),
+    (['{"prompt": 1, "response": "b"}', GOOD.replace("}", ', "completion": "c"}')], [1, 2]),
     (
         [json.dumps(CHAT), '{"messages": []}', '{"messages": [{"role": "user", "content": "a"}]}'],
         [2, 3],
@@ -53,11 +50,12 @@ WRONG = [  # lines, numbers of those that are wrong
         [1, 2],
     ),
     ([GOOD, '{"prompt": "\xff", "response": "b"}'.encode("latin-1")], [2]),
-    ([GOOD, "[" * 100_000, '{"prompt": "' + "a" * 2**20 + '", "response": "b"}'], [2, 3]),
     (["{"] * 150, list(range(1, 101))),
     ([], [1]),
     (["", "  "], [1]),
     ([GOOD.encode("utf-16-le")], [1]),
+    # Checked by a process of its own:
+    ([GOOD] * 9000 + ["{", "[" * 100_000, GOOD[:12] + "a" * 2**20 + GOOD[12:]], [9001, 9002, 9003]),
 ]
 
 
@@ -74,23 +72,26 @@ def test_each_wrong_line_is_named(client, tmp_path, rows, wrong):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
-@pytest.mark.parametrize("n", [3, 9000])
-def test_a_file_with_the_mark_of_its_encoding_is_read(client, encoding, n):
-    """As PowerShell writes it; checked here, and by a process of its own."""
-    text = (json.dumps({"prompt": "München? ", "response": "ja"}, ensure_ascii=False) + "\n") * n
-    file_id = upload(client, text.encode(encoding))
-    answer = client.get(f"/v1/files/{file_id}/content")
-    assert answer.content.decode("utf-8-sig") == text
-    cut_off = text[:500].encode("utf-16") + b"\x00\xd8"
+def test_a_file_with_the_mark_of_its_encoding_is_read(client, encoding):
+    """As PowerShell writes it."""
+    check_stored(client, "München? ", encoding)
+    cut_off = "\ufeffa\U0001f600".encode("utf-16-le")[:-2]
     assert sent(client, cut_off).status_code == 400
 
 
-def test_a_large_file_is_checked_by_another_process(client, tmp_path):
-    rows = lines(9000).splitlines()
-    rows[4321] = b"{"
-    answer = sent(client, b"\n".join(rows))
-    assert [fault["line"] for fault in answer.json()["error"]["lines"]] == [4322]
-    assert str(tmp_path) not in answer.text
+def test_uploads_alone_may_be_large(client):
+    """This one is checked by a process of its own."""
+    check_stored(client, "München? " * 100_000, "utf-16")
+    large = {"model": "base", "training_file": "x" * 5 * 2**20}
+    assert client.post("/v1/fine_tuning/jobs", json=large).status_code == 413
+
+
+def check_stored(client, prompt, encoding) -> None:
+    """A file of three lines can be used, whatever its encoding is."""
+    text = (json.dumps({"prompt": prompt, "response": "ja"}, ensure_ascii=False) + "\n") * 3
+    file_id = upload(client, text.encode(encoding))
+    answer = client.get(f"/v1/files/{file_id}/content")
+    assert answer.content.decode("utf-8-sig") == text
 
 
 def test_range_and_a_folder_that_is_gone(client, tmp_path):
@@ -126,6 +127,7 @@ def test_checking_has_an_end(client, tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "jobs/files") == []
 
 
+FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 REFUSED = [  # arguments of a POST, status
     ({"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", b"x")}}, 400),
     ({"data": {"purpose": "fine-tune"}, "files": {"file": ("a.txt", b"x")}}, 400),
@@ -133,42 +135,35 @@ REFUSED = [  # arguments of a POST, status
     ({"data": {"purpose": "fine-tune", "file": "x"}}, 400),
     ({"json": {"purpose": "fine-tune"}}, 400),
     ({"content": b"--b\r\n", "headers": {"Content-Type": "multipart/form-data"}}, 400),
-    ({"content": b"x" * 99, "headers": {"Content-Type": "multipart/form-data; boundary=b"}}, 400),
+    ({"content": b"x" * 99, "headers": FORM}, 400),
     ({"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b"x" * 9 * 2**20)}}, 413),
-    (
-        {
-            "content": iter([b"x" * 2**20] * 9),
-            "headers": {"Content-Type": "multipart/form-data; boundary=b"},
-        },
-        413,
-    ),
+    ({"content": iter([b"x" * 2**20] * 9), "headers": FORM}, 413),
 ]
 
 
-@pytest.mark.parametrize("arguments, status", REFUSED)
-def test_what_is_no_upload(client, tmp_path, arguments, status):
-    answer = client.post("/v1/files", **arguments)
-    assert answer.status_code == status, answer.text
-    assert answer.json()["error"]["message"]
-    assert os.listdir(tmp_path / "jobs/files") == []
+def test_what_is_no_upload(client, tmp_path):
+    for arguments, status in REFUSED:
+        answer = client.post("/v1/files", **arguments)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+        assert os.listdir(tmp_path / "jobs/files") == []
 
 
-def test_uploads_alone_may_be_large(client):
-    assert sent(client, lines(2) + b"\n" * 5 * 2**20).status_code == 200
-    large = {"model": "base", "training_file": "x" * 5 * 2**20}
-    assert client.post("/v1/fine_tuning/jobs", json=large).status_code == 413
-
-
-def test_a_strange_file_hides_no_file(client, tmp_path):
-    file_id = upload(client, lines(2))
+def test_a_strange_or_damaged_file_hides_no_file(client, tmp_path):
     folder = tmp_path / "jobs/files"
-    (folder / file_id / "meta.json").write_text('{"filename": "\\ud800", "bytes": 1, "lines": 1}')
+    strange, damaged = (upload(client, lines(2)) for _ in range(2))
+    (folder / strange / "meta.json").write_text('{"filename": "\\ud800", "bytes": 1, "lines": 1}')
     (folder / f"file-{'0' * 24}").symlink_to(tmp_path)
-    assert [file["id"] for file in client.get("/v1/files").json()["data"]] == [file_id]
-    data = folder / file_id / "data.jsonl"
+    (folder / damaged / "meta.json").write_text("{")
+    (folder / damaged / "data.jsonl").unlink()
+    listed = {file["id"]: file["status"] for file in client.get("/v1/files").json()["data"]}
+    assert listed == {strange: "processed", damaged: "error"}
+    data = folder / strange / "data.jsonl"
     data.rename(tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")
-    assert client.get(f"/v1/files/{file_id}/content").status_code == 404
+    for name in (strange, damaged):
+        assert client.get(f"/v1/files/{name}/content").status_code == 404
+    assert client.delete(f"/v1/files/{damaged}").status_code == 200
 
 
 def test_pages_of_a_list(client):
@@ -187,32 +182,21 @@ def test_pages_of_a_list(client):
         assert client.get(f"/v1/files?{wrong}").status_code == 400
 
 
-@pytest.mark.parametrize(
-    "name", ["..", "%2e%2e", "..%2ffiles", "%00", "file-", "file-" + "0" * 24, "ftjob-" + "0" * 24]
-)
-def test_no_name_leaves_the_folder(client, name):
+def test_no_name_leaves_the_folder(client):
     """Of files and jobs."""
-    file, job = f"/v1/files/{name}", f"/v1/fine_tuning/jobs/{name}"
-    for path in (file, f"{file}/content", job, f"{job}/events", f"{job}/checkpoints"):
-        assert client.get(path).status_code in (404, 405)
-    assert client.delete(file).status_code in (404, 405)
-    assert client.post(f"{job}/cancel").status_code in (404, 405)
+    names = ["..", "%2e%2e", "..%2ffiles", "%00", "file-"]
+    for name in [*names, *(f"{kind}-{'0' * 24}" for kind in ("file", "ftjob"))]:
+        file, job = f"/v1/files/{name}", f"/v1/fine_tuning/jobs/{name}"
+        for path in (file, f"{file}/content", job, f"{job}/events", f"{job}/checkpoints"):
+            assert client.get(path).status_code in (404, 405)
+        assert client.delete(file).status_code in (404, 405)
+        assert client.post(f"{job}/cancel").status_code in (404, 405)
 
 
 def test_a_key_is_needed(tmp_path):
     client = client_of(tmp_path, key="another-key-of-nobody")
     assert sent(client, lines(2)).status_code == 401
     assert client_of(tmp_path, key=KEYS[1]).get("/v1/files").status_code == 200
-
-
-def test_a_damaged_file_is_shown_as_such(client, tmp_path):
-    name = upload(client, lines(2))
-    folder = tmp_path / "jobs/files" / name
-    (folder / "meta.json").write_text("{")
-    (folder / "data.jsonl").unlink()
-    assert client.get("/v1/files").json()["data"][0]["status"] == "error"
-    assert client.get(f"/v1/files/{name}/content").status_code == 404
-    assert client.delete(f"/v1/files/{name}").status_code == 200
 
 
 def test_a_full_disk_is_said(disk):

@@ -8,6 +8,7 @@ import pytest
 from conftest import json_lines, refusal
 
 import checkpoint
+from storage import checkpoint_files
 from weights import card, hf
 
 HOSTILE = "</title><script>alert(1)</script>![x](http://e.vil/x)<img src=x onerror='alert(2)'>|`a`"
@@ -48,7 +49,7 @@ def test_a_real_run(tiny_run):
     rows = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     vals = [row["val_loss"] for row in rows if "val_loss" in row]
-    weights = checkpoint.whole_weights(checkpoint.settings(checkpoint.latest(tiny_run)))
+    weights = checkpoint.whole_weights(checkpoint_files.read_settings(checkpoint.latest(tiny_run)))
     expected = {
         "Parameters": f"{sum(w.numel() for w in weights.values()):,}",
         "Training loss": f"{losses[-1]:.4f} nats per token at step 2",

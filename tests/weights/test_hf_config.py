@@ -5,12 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import refusal
-from test_hf import LIKE_TRANSFORMERS, SMALL, VARIANTS
+from test_hf import LIKE_TRANSFORMERS, SMALL
 
 from config import MPTConfig
-from model import MPT
 from storage import files
 from weights import hf_config
 
@@ -40,7 +38,6 @@ def through_json(value):
 MPT_7B = MPTConfig(
     d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True, no_bias=True
 )
-MPT_30B_SIZES = {"d_model": 7168, "n_heads": 64, "n_layers": 48, "max_seq_len": 8192}
 BY_TRANSFORMERS = {"model_type": "mpt", "architectures": ["MptForCausalLM"]}
 
 
@@ -50,7 +47,6 @@ BY_TRANSFORMERS = {"model_type": "mpt", "architectures": ["MptForCausalLM"]}
         (HUB_7B, MPT_7B),
         (FOUNDRY, MPTConfig()),
         (FOUNDRY | published("transformers-4"), MPTConfig()),
-        (like_hub(MPT_30B_SIZES), replace(MPT_7B, **MPT_30B_SIZES)),
         (
             like_hub({"max_seq_len": 65536}, alibi_bias_max=16, clip_qkv=6),
             replace(MPT_7B, max_seq_len=65536, alibi_bias_max=16, clip_qkv=6),
@@ -75,14 +71,6 @@ def test_settings_of_published_models(settings, wanted):
     assert hf_config.config_from(through_json(hf_config.config_to(wanted))) == wanted
 
 
-@pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
-def test_every_setting_comes_back_and_our_weights_are_those_of_an_mpt(more):
-    cfg = replace(SMALL, **more)
-    assert hf_config.config_from(through_json(hf_config.config_to(cfg))) == cfg
-    with torch.device("meta"):
-        hf_config.check_format(MPT(cfg).state_dict())
-
-
 def test_a_config_as_transformers_writes_it_today():
     transformers = pytest.importorskip("transformers")
     written = transformers.MptConfig(architectures=["MptForCausalLM"])
@@ -92,38 +80,22 @@ def test_a_config_as_transformers_writes_it_today():
 
 
 AT_REST = [
-    {"head_dim": None},
-    {"head_dim": 128},
-    {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32},
     {"num_key_value_heads": 32, "intermediate_size": 16384, "max_position_embeddings": 2048},
     {"attention_bias": False},  # no_bias is True in HUB_7B
     {"block_overrides": {}},
-    {"embedding_fraction": 1},
-    {"fc_type": "torch"},
-    {"fc_type": {}},
     {"fc_type": {"name": "torch", "bias": False, "device": "cpu"}},
-    {"ffn_config": {}},
-    {"ffn_config": {"ffn_type": "mptmlp", "fc_type": "torch", "ffn_hidden_size": None}},
-    {"ffn_config": {"ffn_act_fn": {"name": "gelu", "approximate": "none"}}},
     {"ffn_config": {"ffn_type": "mptmlp", "ffn_hidden_size": 4 * 4096, "ffn_act_fn": None}},
-    {"init_config": {"name": "baseline_", "init_std": 0.02}},
+    {"ffn_config": {"ffn_act_fn": {"name": "gelu", "approximate": "none"}}},
     {"layer_norm_epsilon": 0.00001},
     *({name: None} for name in "attention_bias fc_type ffn_config init_config".split()),
 ]
 ATTENTION_AT_REST = [
     {"attn_impl": "triton"},
-    {"attn_temperature_tuning": None},
-    {"attn_temperature_tuning": {}},
     {"attn_temperature_tuning": {"floor_scale": 4}},
-    {"nope": None},
     {"reuse_kv_layer_idx": None},
-    {"reuse_kv_x_layer_idx": None},
     {"rope_theta": 500000},
-    {"rope_impl": "hf"},
     {"rope_dail_config": {"type": "xpos", "pos_idx_in_fp32": False, "xpos_scale_base": 64}},
     {"rope_hf_config": {"type": "dynamic", "factor": 2.0}},
-    {"rope_dail_config": None, "rope_hf_config": None},
-    {"seq_parallel_world_size": None},
     {"seq_parallel_world_size": 1},
 ]
 
@@ -138,57 +110,32 @@ def test_settings_at_rest_change_nothing():
 
 TANH_GELU = {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}
 LINEAR_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "linear", "factor": 2.0}}
-DYNAMIC_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "dynamic", "factor": 1.0}}
 TUNED = {"attn_temperature_tuning": {"floor_scale": 8192, "attn_scale": 0.1}}
 
 
-REFUSED = [
-    (like_hub(prefix_lm=True), "prefix_lm"),
-    (like_hub(qk_gn=True), "qk_gn"),
-    (like_hub(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+REFUSED = [  # one for each reason
+    (like_hub(nonsense=3), "nonsense to 3"),
     (like_hub(sliding_window_size=256), "sliding_window_size"),
-    (like_hub(fused_qkv=False), "fused_qkv"),
-    (like_hub(kv_dim=512), "kv_dim"),
-    (like_hub(nope=True), "nope to True"),
     (like_hub(fused_qkv=None), "fused_qkv to None"),
     (like_hub(**TUNED), "attn_temperature_tuning.attn_scale to 0.1"),
     (like_hub(attn_temperature_tuning=[1]), "attn_temperature_tuning to list"),
     (like_hub(reuse_kv_layer_idx=0), "reuse_kv_layer_idx to 0"),
-    (like_hub(reuse_kv_x_layer_idx=-1), "reuse_kv_x_layer_idx to -1"),
-    (like_hub(seq_parallel_world_size=2), "seq_parallel_world_size to 2"),
     (like_hub(head_dim=64), "head_dim to 64, only 128 (d_model / n_heads)"),
-    (like_hub(hidden_size=64), "hidden_size to 64, only 4096 (d_model)"),
-    (like_hub({"head_dim": 64}), "head_dim to 64, only 128 (d_model / n_heads)"),
     (like_hub({"num_hidden_layers": 2}), "layers to 2, only 32 (n_layers)"),
-    (like_hub({"num_attention_heads": 2}), "heads to 2, only 32 (n_heads)"),
-    (like_hub({"alibi": True}), "move it to attn_config"),
-    (like_hub({"ffn_config": {"clip_qkv": 6}}), "move it to attn_config"),
-    (like_hub(logit_scale=0.5), "move it to the top"),
     (like_hub({"attention_bias": True}), "attention_bias to True"),
-    (like_hub({"no_bias": False, "attention_bias": False}), "attention_bias to False"),
+    (like_hub({"ffn_config": {"ffn_type": "mptmlp", "ffn_hidden_size": 9}}), "ffn_hidden_size"),
+    (like_hub({"alibi": True}), "move it to attn_config"),
+    (like_hub(logit_scale=0.5), "move it to the top"),
     (like_hub(attn_type="sparse"), "attn_type to 'sparse'"),
     (like_hub(attn_type="grouped_query_attention"), "kv_n_heads must be from 1"),
-    (like_hub(nonsense=3), "nonsense to 3"),
     (like_hub(alibi="yes"), "alibi in config.json is 'yes'"),
     (like_hub(rope=True), "rope and alibi"),
     (with_rope(rope_dail_config={"type": "xpos"}), "rope_dail_config to 'xpos'"),
     (with_rope(**LINEAR_ROPE), "config to 'linear'"),
-    (with_rope(**DYNAMIC_ROPE), "config to 'dynamic'"),
-    (like_hub({"final_logit_softcapping": 30.0}), "final_logit_softcapping"),
-    (like_hub({"embedding_fraction": 0.5}), "embedding_fraction"),
-    (like_hub({"ffn_config": {"ffn_type": "mptglu"}}), "ffn_type to 'mptglu'"),
-    (like_hub({"ffn_config": {"ffn_type": "mptmlp", "ffn_hidden_size": 9}}), "ffn_hidden_size"),
     (like_hub({"ffn_config": TANH_GELU}), "ffn_act_fn"),
     (like_hub({"norm_type": "rmsnorm"}), "norm_type"),
-    (like_hub({"layer_norm_epsilon": 1e-6}), "layer_norm_epsilon"),
-    (like_hub({"norm_eps": 1e-6}), "norm_eps"),
-    (like_hub({"fc_type": "te"}), "fc_type to 'te'"),
     (like_hub({"ffn_config": {"fc_type": {"name": "te"}}}), "fc_type.name to 'te'"),
-    (like_hub({"quantization_config": {"bits": 4}}), "quantization_config to dict"),
-    (like_hub({"block_overrides": {"order": []}}), "block_overrides"),
-    (like_hub({"n_heads": 33}), "n_heads 33"),
     ({"model_type": "llama", "hidden_size": 8}, "model_type 'llama'"),
-    ({}, "model_type None"),
 ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from conftest import refusal
 from test_checkpoint import made_up
-from test_hf import SMALL, build, empty
+from test_hf import SMALL, build, empty, same_weights
 
 from config import TrainConfig
 from model import MPT
@@ -66,6 +66,20 @@ def test_another_model_is_refused(name, value, tmp_path):
     other = empty(replace(SMALL, **{name: value}))
     message = refusal(load.init_from, other, tmp_path / "theirs")
     assert f"{name} {getattr(SMALL, name)} (here {value})" in message
+
+
+def test_what_changes_no_weight_may_differ(tmp_path):
+    """Dropout, and under ALiBi the length; a run is read as well as a folder of theirs."""
+    cfg = replace(SMALL, alibi=True, vocab_size=300)
+    model = build(cfg)
+    hf.export(model, tmp_path / "theirs")
+    hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
+    free = {"resid_pdrop": 0.1, "max_seq_len": 20, "learned_pos_emb": False}
+    found = empty(replace(cfg, attn_impl="sdpa", kv_n_heads=6, **free))
+    load.init_from(found, tmp_path / "run/checkpoints/step-0")
+    assert same_weights(found, model)
+    message = refusal(load.init_from, empty(replace(cfg, alibi_bias_max=16)), tmp_path / "run")
+    assert "alibi_bias_max 8.0 (here 16)" in message
 
 
 def test_a_run_that_has_saved_needs_no_weights_to_start_from(tmp_path):
