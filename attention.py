@@ -121,8 +121,8 @@ def blockwise_attention(q, k, v, rule: ScoreRule):
     outputs = []
     for queries, keys in cpu_attention.query_blocks(q, k, rule.window):
         ids = None if rule.sequence_ids is None else rule.sequence_ids[:, keys]
-        block_rule = rule._replace(sequence_ids=ids)
-        outputs.append(reference_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], block_rule))
+        block = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+        outputs.append(reference_attention(*block, rule._replace(sequence_ids=ids)))
     return torch.cat(outputs, dim=2)
 
 
@@ -176,8 +176,11 @@ def attention(
     rule = ScoreRule(scale, alibi_slopes, causal, sequence_ids, window, softcap, dropout_p)
     if visible is not None:
         return visible.attention(q, k, v, impl, rule)
-    impl = choose(impl, q.device, q.dtype, q.shape[-1], alibi_slopes is not None, dropout_p, softcap)
-    if q.shape[2] == 1 and impl in IMPLEMENTATIONS and suits_one_query(impl, k, rule):
+    needs_mask = alibi_slopes is not None or window is not None
+    one_query = q.shape[2] == 1
+    case = q.device, q.dtype, q.shape[-1], needs_mask, dropout_p, softcap
+    impl = choose(impl, *case, one_query)
+    if one_query and impl in IMPLEMENTATIONS and suits_one_query(impl, k, rule):
         return one_query_attention(q, k, v, rule)
 
     if impl == "triton":
@@ -190,17 +193,18 @@ def attention(
     return function(q, k, v, rule)
 
 
-def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0, softcap=None, one_query=False):
+def choose(impl, device, dtype, head_dim, masked, dropout_p=0.0, softcap=None, one_query=False):
     """The implementation that runs: `impl` itself, or the fastest one if it is `auto`.
 
-    device: a torch.device. alibi: whether the model uses it. one_query: a single query,
-    for which the kernel has a launch row of its own. UserError for a name that is in neither table.
+    device: a torch.device. masked: whether the model has ALiBi or a window. one_query: a single
+    query, for which the kernel has a launch row of its own. UserError for a name that is in neither
+    table.
 
-    A CPU takes `blocks`. A GPU takes `triton` for ALiBi in 16 bits, which needs no mask and no
-    extra columns there, `flex` for a softcap, and `sdpa` otherwise. So do GPUs for which Triton has
-    no matrix instructions (NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000), and GPUs on
-    which the kernel gives other results than the formula (gpu_kernels/first_use.py). Measured: on a
-    CPU bench/results/attention_cpu.md, on one H200 bench/results/h200.md.
+    A CPU takes `blocks`. A GPU takes `triton` for ALiBi or a window in 16 bits, which need no mask
+    and no extra columns there, `flex` for a softcap, and `sdpa` otherwise. `sdpa` is also for GPUs
+    for which Triton has no matrix instructions (NVIDIA before Ampere, AMD before MI100 and Radeon
+    RX 7000), and GPUs on which the kernel gives other results than the formula
+    (gpu_kernels/first_use.py). Measured: bench/results/attention_cpu.md, bench/results/h200.md.
     """
     require_known(impl)
     if impl != "auto":
@@ -210,7 +214,7 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0, softcap=None, on
     if softcap is not None:
         return "flex"
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
-    if device.type == "cuda" and alibi and in_16_bits and head_dim <= 128 and dropout_p == 0:
+    if device.type == "cuda" and masked and in_16_bits and head_dim <= 128 and dropout_p == 0:
         from gpu_kernels import first_use  # only GPUs need it
 
         return "triton" if first_use.suits(device, head_dim, one_query) else "sdpa"
@@ -220,9 +224,8 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0, softcap=None, on
 def require_known(impl: str) -> None:
     """UserError for a name that is in neither table."""
     if impl not in ("auto", *IMPLEMENTATIONS, *VARIANTS):
-        raise UserError(
-            f"attn_impl={impl} is neither in IMPLEMENTATIONS nor in VARIANTS of attention.py: add it"
-        )
+        tables = "neither in IMPLEMENTATIONS nor in VARIANTS of attention.py"
+        raise UserError(f"attn_impl={impl} is {tables}: add it")
 
 
 # --- PyTorch's kernels
@@ -384,7 +387,8 @@ class Variant(NamedTuple):
     """An attention that computes another function than MPT's.
 
     It takes (q, k, v, rule) as the implementations do; k and v come repeated to H heads. It must
-    handle fewer queries than keys (decoding on a cache) and sequence_ids (padding, packed documents).
+    handle fewer queries than keys (decoding on a cache), and sequence_ids (padding, packed
+    documents).
     """
 
     function: Callable

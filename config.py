@@ -213,7 +213,8 @@ class MPTConfig:
         return range(self.n_layers - last_blocks if last_blocks else 0, self.n_layers)
 
 
-LINEAR_LAYERS = list(MPTConfig(ffn_type="mptglu").linear_layers())  # in the order in which a block computes them
+# All that a block can have, in the order in which it computes them.
+LINEAR_LAYERS = list(MPTConfig(ffn_type="mptglu").linear_layers())
 
 
 def stage_sizes(n_layers: int, stages: int) -> list[int]:

@@ -30,7 +30,6 @@ import config
 import devices
 import program
 from config import (
-    LINEAR_LAYERS,
     Checkpointing,
     Float,
     Int,
@@ -180,7 +179,9 @@ def block_forward(cfg: MPTConfig) -> dict[str, int]:
     linear = {
         LINEARS[name]: 2 * n_out * n_in for name, (n_out, n_in) in cfg.linear_layers().items()
     }
-    attention = 2 * cfg.d_model * attended_keys(cfg)  # grouped heads save nothing: all queries count
+    attention = (
+        2 * cfg.d_model * attended_keys(cfg)
+    )  # grouped heads save nothing: all queries count
     of_attention = dict.fromkeys(ATTENTION, attention)
     return {"QKV": linear.pop("QKV"), **of_attention, **linear}
 

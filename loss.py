@@ -25,8 +25,6 @@ The z-loss keeps log_z near 0, where bf16 logits are precise (PaLM, arXiv 2204.0
 Run `python loss.py` to compare it with the obvious version.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from attention import alibi_slopes, attention, autocast_dtype
 from config import MPTConfig
@@ -243,8 +242,6 @@ class Block(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.resid_pdrop = cfg.resid_pdrop
-        # Activation checkpointing: None, or torch's arguments for it (parallel.recompute sets it).
-        self.recompute = None
         self.norm_1 = new_norm(cfg, cfg.d_model)
         self.attn = Attention(cfg)
         self.norm_2 = new_norm(cfg, cfg.d_model)
@@ -252,12 +249,6 @@ class Block(nn.Module):
 
     def forward(self, x, positions, cache=None, layer=0):
         """x (B, T, d_model) -> (B, T, d_model). `layer` is this block's index in the cache."""
-        if self.recompute and torch.is_grad_enabled() and cache is None:
-            return checkpoint(self.compute, x, positions, None, layer, **self.recompute)
-        return self.compute(x, positions, cache, layer)
-
-    def compute(self, x, positions, cache=None, layer=0):
-        """`forward` without activation checkpointing."""
         attended = self.attn(self.norm_1(x), positions, cache, layer)
         x = x + F.dropout(attended, self.resid_pdrop, self.training)
         fed = self.ffn(self.norm_2(x))
@@ -318,11 +309,13 @@ class MPT(nn.Module):
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
 
     def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, head=None):
-        """The logits, the loss, or what `head` makes of the hidden states. ids, labels: (B, T) int64.
+        """The logits, the loss, or what `head` makes of the hidden states.
 
             model(ids)                  logits (B, T, V)
-            model(ids, labels)          sum of the tokens' losses (loss.py); label -100 does not count
+            model(ids, labels)          sum of the tokens' losses (loss.py)
             model(ids, labels, head=f)  f(model, hidden states (B, T, d_model), labels)
+
+        ids and labels: (B, T) int64; label -100 does not count.
 
         With a `KVCache`, the ids follow the cached tokens. All of these happen in `forward`, since
         fully_shard gathers the weights only when forward is called.
@@ -410,7 +403,9 @@ class KVCache:
     v: torch.Tensor
     length: int = 0
     pad: torch.Tensor | None = None
-    visible = None  # each query sees all filled positions; of a captured step, a part of all columns
+    visible = (
+        None  # each query sees all filled positions; of a captured step, a part of all columns
+    )
 
     def positions(self, n_tokens):
         """Where the next tokens stand in their texts, (1 or B, n_tokens)."""

@@ -36,7 +36,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import attention
 import config
@@ -46,7 +50,7 @@ import processes
 import program
 from config import MPTConfig, TrainConfig
 from launch import heartbeat
-from model import MPT, init_weights, initial_weight, seeded
+from model import MPT, Block, init_weights, initial_weight, seeded
 from program import UserError, require
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -167,7 +171,21 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, choose)
     for number, block in model.transformer.blocks.named_children():
         if int(number) % cfg.recompute_every == 0:  # in the whole model: a stage has some of them
+            block.__class__ = RecomputedBlock
             block.recompute = arguments
+
+
+class RecomputedBlock(Block):
+    """A block that keeps little for its backward, and computes the rest again there.
+
+    `recompute`: how, as torch.utils.checkpoint takes it.
+    """
+
+    def forward(self, x, positions, cache=None, layer=0):
+        """x (B, T, d_model) -> (B, T, d_model)."""
+        if cache is not None or not torch.is_grad_enabled():
+            return super().forward(x, positions, cache, layer)
+        return checkpoint(super().forward, x, positions, None, layer, **self.recompute)
 
 
 def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
@@ -477,7 +495,7 @@ def linear_weights(model: MPT) -> list[tuple]:
     """(layer, name, weight or bias) of the linear layers in blocks that are not recomputed."""
     found = []
     for block in model.transformer.blocks:
-        layers = [] if block.recompute else block.modules()
+        layers = [] if isinstance(block, RecomputedBlock) else block.modules()
         for layer in layers:
             if isinstance(layer, torch.nn.Linear):
                 found += [(layer, *named) for named in layer.named_parameters()]
@@ -500,8 +518,9 @@ def attention_of(model_cfg: MPTConfig, device: torch.device, precision: str) -> 
         device,
         DTYPES[precision],
         model_cfg.head_dim,
-        model_cfg.alibi,
+        model_cfg.alibi or model_cfg.window is not None,
         model_cfg.attn_pdrop,
+        model_cfg.attn_logit_softcapping,
     )
 
 

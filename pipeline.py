@@ -50,9 +50,10 @@ from torch.distributed.tensor import DTensor
 import config
 import processes
 import program
+from attention import autocast_dtype
 from config import Int, blocks_of
-from loss import at_least_fp32, autocast_dtype
-from model import MPT
+from loss import at_least_fp32
+from model import MPT, Transformer
 from tensor_parallel import SplitMPT
 
 # --------------------------------------------------------------------------------------------------
@@ -232,33 +233,47 @@ def keep_stage(model: MPT, pipe: Pipe) -> None:
         if not tied:
             del model.lm_head
     model.pipe = pipe
+    transformer.__class__ = StageTransformer
     model.__class__ = StageOfSplitMPT if isinstance(model, SplitMPT) else StageOfMPT
+
+
+class StageTransformer(Transformer):
+    """Some consecutive blocks. `received`: hidden states of the stage before, or None."""
+
+    received = None
+
+    def embed(self, input_ids, indices):
+        """What the first of these blocks gets, (B, T, d_model)."""
+        return super().embed(input_ids, indices) if self.received is None else self.received
 
 
 class Stage:
     """What a stage does differently from a whole model. `keep_stage` turns a model into a stage."""
 
-    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, score=False, x=None):
+    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, head=None, x=None):
         """In training y from x, hidden states (B, T, d_model); on the last stage the loss from x.
 
         In evaluation a collective of the stages: each receives x and sends y in here, and returns
-        what the whole model would, which the last one broadcasts.
+        what the whole model would, which the last one broadcasts. head: returns two tensors shaped
+        like labels, as evaluation.label_scores does.
         """
+        if not self.training:
+            x = self.pipe.receive_from_previous(self.empty_hidden_states(input_ids))
+        self.transformer.received = x
+        if self.pipe.is_last:
+            y = super().forward(input_ids, labels, cache, z_loss, head)
+        else:
+            y = self.transformer(input_ids, cache, self.documents(input_ids, cache))
+        self.transformer.received = None
         if self.training:
-            return super().forward(input_ids, labels, cache, z_loss, score, x)
-        x = self.pipe.receive_from_previous(self.empty_hidden_states(input_ids))
-        y = super().forward(input_ids, labels, cache, z_loss, score, x)
+            return y
         if not self.pipe.is_last:
             self.pipe.send_to_next(y)
-            y = self.empty_result(input_ids, labels, score)
-        for tensor in y if score else [y]:
+            y = self.empty_result(input_ids, labels, head)
+        for tensor in y if head else [y]:
             last = dist.get_global_rank(self.pipe.group, self.pipe.size - 1)
             dist.broadcast(tensor, last, self.pipe.group)
         return y
-
-    def output(self, x, labels, z_loss, score):
-        """The loss, scores or logits on the last stage; on the others x itself."""
-        return super().output(x, labels, z_loss, score) if self.pipe.is_last else x
 
     def empty_hidden_states(self, ids):
         """A tensor to receive the hidden states of ids (B, T) into: (B, T, d_model).
@@ -272,10 +287,10 @@ class Stage:
         shape = (ids.shape[0], n_tokens, self.cfg.d_model)
         return torch.empty(shape, dtype=autocast_dtype(weight), device=ids.device)
 
-    def empty_result(self, ids, labels, score):
+    def empty_result(self, ids, labels, head):
         """What to receive the result of the last stage's `forward` into."""
         exact = at_least_fp32(next(self.parameters()))
-        if score:
+        if head:
             log_probs = torch.empty(ids.shape, dtype=exact, device=ids.device)
             return log_probs, torch.empty(ids.shape, dtype=torch.bool, device=ids.device)
         if labels is not None:

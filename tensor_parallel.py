@@ -50,17 +50,19 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 import processes
+from attention import autocast_dtype
 from config import MPTConfig
 from loss import (
     IGNORE,
     add_products,
     at_least_fp32,
-    autocast_dtype,
+    capped_with_slope,
     chunk_rows,
     linear_cross_entropy,
     loss_rows,
+    soft_capped,
 )
-from model import MPT, Attention, LayerNorm, init_weights
+from model import MPT, Attention, LayerNorm, RMSNorm, init_weights, norm_dtype
 from program import UserError, arguments, require
 
 # --------------------------------------------------------------------------------------------------
@@ -213,10 +215,9 @@ class SplitNorm(LayerNorm):
 
     def forward(self, x):
         """x (B, T, D / n) -> the same shape, in the dtype that LayerNorm would have."""
-        kind = x.device.type
         dtype = x.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = autocast_dtype(x) if self.low_precision else torch.float32
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = norm_dtype(x, self.low_precision)
         n_features = self.n_features
         x = x.to(at_least_fp32(x))
         x = x - sum_both_ways(x.sum(-1, keepdim=True), self.team) / n_features
@@ -224,6 +225,20 @@ class SplitNorm(LayerNorm):
         variance = sum_both_ways(squares, self.team) / n_features
         y = x * (variance + self.eps).rsqrt() * self.weight
         return (y if self.bias is None else y + self.bias).to(dtype)
+
+
+class SplitRMSNorm(RMSNorm):
+    """qk_ln with RMSNorm: the mean of the squares over the features of all ranks."""
+
+    def forward(self, x):
+        """x (B, T, D / n) -> the same shape, in the dtype that RMSNorm would have."""
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = norm_dtype(x, self.low_precision)
+        x = x.to(at_least_fp32(x))
+        squares = x.square().sum(-1, keepdim=True)
+        mean = sum_both_ways(squares, self.team) / self.n_features
+        return (x * (mean + self.eps).rsqrt() * self.weight).to(dtype)
 
 
 class SplitEmbedding(nn.Embedding):
@@ -265,7 +280,8 @@ class SplitMPT(MPT):
         weight, scale = self.output_layer.weight, self.logit_scale
         loss_of = functools.partial(chunk_loss, team=self.team, first_id=self.first_id)
         rows = loss_rows(self.widest_part, x.device)
-        loss = linear_cross_entropy(x, weight, labels, scale, z_loss, loss_of, rows)
+        softcap = self.cfg.final_logit_softcapping
+        loss = linear_cross_entropy(x, weight, labels, scale, z_loss, softcap, loss_of, rows)
         is_beyond = (labels >= self.cfg.vocab_size) | ((labels < 0) & (labels != IGNORE))
         return loss * torch.where(is_beyond.any(), torch.nan, 1.0)
 
@@ -276,25 +292,26 @@ class SplitMPT(MPT):
 
     @torch.no_grad()
     def score(self, x, labels):
-        """Log-probability of each label, and whether it is the most likely token, (B, T) each."""
+        """Log-probability of each label, and whether it is the most likely token.
+
+        x (N, D) and labels (N,) -> (N,) each.
+        """
         log_probs, greedy = [], []
         weight = self.output_layer.weight.to(autocast_dtype(x))
         rows = chunk_rows(self.widest_part)
-        flat_labels = labels.flatten()
-        for x_chunk, label in zip(
-            x.flatten(0, -2).split(rows), flat_labels.split(rows), strict=True
-        ):
+        for x_chunk, label in zip(x.split(rows), labels.split(rows), strict=True):
             logits = F.linear(x_chunk, weight).to(at_least_fp32(x))
             if self.logit_scale is not None:
                 logits.mul_(self.logit_scale)
+            logits = soft_capped(logits, self.cfg.final_logit_softcapping)
             greedy.append(self.most_likely(logits) == label)
             _, _, log_prob = softmax_(logits, label - self.first_id, self.team)
             log_probs.append(log_prob[:, 0])
         log_probs = torch.cat(log_probs)
-        in_vocabulary = (flat_labels >= 0) & (flat_labels < self.cfg.vocab_size)
+        in_vocabulary = (labels >= 0) & (labels < self.cfg.vocab_size)
         log_probs = log_probs.masked_fill(~in_vocabulary, torch.nan)
-        log_probs = log_probs.masked_fill(flat_labels == IGNORE, 0)
-        return log_probs.view(labels.shape), torch.cat(greedy).view(labels.shape)
+        log_probs = log_probs.masked_fill(labels == IGNORE, 0)
+        return log_probs, torch.cat(greedy)
 
     def most_likely(self, logits):
         """The id of the largest logit of each row over all ranks, (rows,); of equal ones the first.
@@ -312,6 +329,7 @@ class SplitMPT(MPT):
         own = F.linear(enter(x, self), self.output_layer.weight)  # (B, T, V / n)
         if self.logit_scale is not None:
             own = own * self.logit_scale
+        own = soft_capped(own, self.cfg.final_logit_softcapping)
         return Exchange.apply(own, self.team, self.gather_vocabulary, self.take_own_ids)
 
     def gather_vocabulary(self, own, team: Team):
@@ -355,7 +373,9 @@ def softmax_(logits, labels, team: Team):
     return exp.div_(exp_sum), largest + log_sum, (own - largest) - log_sum
 
 
-def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, first_id: int):
+def chunk_loss(
+    x, weight, labels, scale, z_loss, softcap, grad_x, grad_w, team: Team, first_id: int
+):
     """The loss of one chunk, with the vocabulary cut over the team: see loss.chunk_loss.
 
     weight: (V / n, D), from the id first_id on. x is the same on all ranks; grad_x is this rank's
@@ -367,6 +387,8 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, fir
     logits = (x @ weight.T).to(exact)
     if scale != 1:
         logits.mul_(scale)
+    if softcap is not None:
+        logits, slope = capped_with_slope(logits, softcap)
     probs, log_z, log_prob = softmax_(logits, labels, team)
     del logits
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
@@ -377,7 +399,10 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, fir
         probs.mul_(1 + 2 * z_loss * log_z)
     is_mine = (labels >= 0) & (labels < len(weight))
     minus_one = -is_mine[:, None].to(exact)
-    grad = probs.scatter_add_(1, labels.clamp(0, len(weight) - 1)[:, None], minus_one).to(x.dtype)
+    probs.scatter_add_(1, labels.clamp(0, len(weight) - 1)[:, None], minus_one)
+    if softcap is not None:
+        probs.mul_(slope)
+    grad = probs.to(x.dtype)
     del probs
     add_products(grad, x, weight, counted, grad_x, grad_w)
     return loss
@@ -413,10 +438,11 @@ class Layout:
             "wte": [(cfg.vocab_size, n)],
             "lm_head": [(cfg.vocab_size, n)],
             "Wqkv": [(cfg.d_model, n), (kv_dim, n_kv), (kv_dim, n_kv)],
-            "q_ln": [(cfg.d_model, n)],
-            "k_ln": [(kv_dim, n_kv)],
+            "gate_proj": [(cfg.hidden_dim, n)],
             "up_proj": [(cfg.hidden_dim, n)],
         }
+        if cfg.qk_ln:  # the norms of qk_gn are of one head: each rank has them
+            rows |= {"q_ln": [(cfg.d_model, n)], "k_ln": [(kv_dim, n_kv)]}
         columns = {"out_proj": [(cfg.d_model, n)], "down_proj": [(cfg.hidden_dim, n)]}
         *_, module, leaf = name.split(".")
         if module in rows and leaf != "lora_A":
@@ -544,6 +570,7 @@ def is_adapter(name: str) -> bool:
 # What each rank gets in place of a module of this name. See also `Layout.spans`.
 CUT = {
     "Wqkv": ColumnLinear,
+    "gate_proj": ColumnLinear,
     "up_proj": ColumnLinear,
     "out_proj": RowLinear,
     "down_proj": RowLinear,
@@ -578,13 +605,15 @@ def cut(model: MPT, team: Team) -> None:
         kind = name.rpartition(".")[2]
         known = not weights or kind in CUT or kind in UNCHANGED
         require(known, f"tp does not know how to cut {name}: add it to tensor_parallel.CUT")
-        if kind not in CUT or (kind == "k_ln" and layout.shares_kv):
+        norms_heads = kind in ("q_ln", "k_ln") and model.cfg.qk_gn
+        if kind not in CUT or norms_heads or (kind == "k_ln" and layout.shares_kv):
             continue
-        fits = issubclass(CUT[kind], type(module))
+        split = SplitRMSNorm if isinstance(module, RMSNorm) else CUT[kind]
+        fits = issubclass(split, type(module))
         require(fits, f"tp cannot cut {name}, a {type(module).__name__}: set --tp=1")
         # The module stays the same object, with its weights, and computes by another forward. A new
         # object would have to be built by each class's own constructor, which draws whole weights.
-        module.__class__ = CUT[kind]
+        module.__class__ = split
         module.team = team
         if kind in ("q_ln", "k_ln"):
             module.n_features = layout.whole_length(f"{name}.weight")
@@ -600,11 +629,13 @@ def sum_partial_gradients(model: MPT) -> None:
 
     With sequence parallelism norms, biases of row-parallel layers and learned positions have seen
     only a rank's own tokens. A single head of keys and values has seen only a rank's own queries,
-    and the whole factor of an adapter (lora.py) only a rank's own part of its layer.
+    the norms of qk_gn only its own heads, and the whole factor of an adapter (lora.py) only a
+    rank's own part of its layer.
     """
     layout, grads = model.layout, []
     for name, param in model.named_parameters():
-        is_partial = model.team.sequence_parallel or layout.spans(name) or is_adapter(name)
+        is_partial = layout.spans(name) or is_adapter(name) or is_norm_of_heads(name)
+        is_partial = is_partial or model.team.sequence_parallel
         if param.grad is None or not is_partial:
             continue
         pieces = layout.pieces(name, param.grad)
@@ -615,6 +646,11 @@ def sum_partial_gradients(model: MPT) -> None:
     dist.all_reduce(together, group=model.team.group)
     for grad, part in zip(grads, together.split([g.numel() for g in grads]), strict=True):
         grad.copy_(part.view_as(grad))
+
+
+def is_norm_of_heads(name: str) -> bool:
+    """Whether a parameter is one of q_ln and k_ln."""
+    return name.split(".")[-2] in ("q_ln", "k_ln")
 
 
 def demonstrate(argv) -> None:

@@ -16,6 +16,7 @@ import datetime
 import functools
 import gc
 import importlib
+import importlib.util
 import itertools
 import math
 import re
@@ -99,7 +100,8 @@ def attention_contestants(slopes) -> dict:
 
     @functools.cache  # made while warming up, freed with this dictionary
     def mask(length):
-        bias = attention.attention_bias(length, length, slopes, True, slopes.device)
+        rule = attention.ScoreRule(1.0, slopes)
+        bias = attention.attention_bias(length, length, rule, slopes.device)
         return bias[None].bfloat16()  # (1, H, T, T)
 
     def sdpa_with_mask(q, k, v):
@@ -274,7 +276,8 @@ def main(argv) -> None:
     require(device.type in SIZES, f"attention is not measured on {device.type}: set --device=cpu")
     devices.keep_freed_memory()  # as training on a CPU does
     command = f"python -m bench attention {program.shell(*argv)}".strip()
-    triton = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
+    has_triton = importlib.util.find_spec("triton")
+    triton = importlib.import_module("triton").__version__ if has_triton else "none"
     name = devices.describe(device)
     matmul = devices.measure_peak(device, torch.bfloat16) / 1e12
     heading = (

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import parallel
 import processes
+from evaluation.label_scores import score_labels
 from loss import IGNORE
 
 
@@ -190,7 +191,7 @@ def forward(model, batch: list[Group], requests, device, precision) -> torch.Ten
         cache = None
         if batch[0].shared:
             cache = read_contexts(model, batch, requests, ids.shape[1], device, precision)
-        log_probs, greedy = model(ids, labels=labels, cache=cache, score=True)
+        log_probs, greedy = model(ids, labels=labels, cache=cache, head=score_labels)
 
     is_scored = labels != IGNORE
     sums = (log_probs.double() * is_scored).sum(dim=1)
@@ -209,7 +210,7 @@ def read_contexts(model, batch: list[Group], requests, room: int, device, precis
     pad = torch.tensor([width + 1 - len(context) for context in contexts], device=device)
     dtype = torch.bfloat16 if precision == "bf16" else next(model.parameters()).dtype
     cache = model.new_cache(len(batch), width, dtype, pad)
-    model(ids, labels=labels, cache=cache, score=True)
+    model(ids, labels=labels, cache=cache, head=score_labels)
 
     # From one row for each group to one row for each request.
     group_of_row = [number for number, group in enumerate(batch) for _ in group.indices]

@@ -21,7 +21,7 @@ BLOCK = 64
 
 
 def suits(rule) -> bool:
-    """Whether the backward below is that of an `attention.ScoreRule`; else autograd has to do it."""
+    """Whether the backward below is that of an `attention.ScoreRule`; else autograd does it."""
     learns_slopes = rule.slopes is not None and rule.slopes.requires_grad
     return rule.dropout_p == 0 and rule.softcap is None and not learns_slopes
 

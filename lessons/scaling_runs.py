@@ -43,6 +43,7 @@ import program
 from config import Float, Int, MPTConfig, TrainConfig
 from evaluation import tasks, zero_shot
 from evaluation.figures import best, mean_per_token
+from evaluation.label_scores import score_labels
 from evaluation.score import score
 from lessons.pictures import FOLDER
 from program import require
@@ -187,7 +188,7 @@ def read_held_out(model, val: data.Split) -> np.ndarray:
     sums = np.zeros((ended_before.max() + 1, 2))
     for chosen in np.array_split(np.arange(0, len(val), EVERY), max(1, len(val) // EVERY // 128)):
         ids, labels = data.inputs_and_labels(torch.from_numpy(windows[chosen]))
-        log_probs, _ = model(ids, labels=labels, score=True)
+        log_probs, _ = model(ids, labels=labels, head=score_labels)
         np.add.at(sums[:, 0], ended_before[chosen], -log_probs.double().numpy())
         np.add.at(sums[:, 1], ended_before[chosen], 1)
     return sums[sums[:, 1] > 0]

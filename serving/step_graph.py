@@ -97,7 +97,7 @@ def takes_kernel(impl, device, dtype, head_dim) -> bool:
 
     `auto` takes it with and without ALiBi: a mask would make SDPA read all of the cache.
     """
-    way = attention.choose(impl, device, dtype, head_dim, alibi=True, one_query=True)
+    way = attention.choose(impl, device, dtype, head_dim, masked=True, one_query=True)
     return way == "triton"
 
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import shutil
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from tracing.tracer import Tracer
 
 import attention as attention_module
-from attention import alibi_slopes, attention, attention_bias, choose
+from attention import ScoreRule, alibi_slopes, attention, attention_bias, choose
 from gpu_kernels import first_use, launch_table
 from program import UserError
 
@@ -87,11 +88,18 @@ def test_bias_max_is_the_exponent_of_the_last_slope(n_heads, bias_max, slopes):
 
 def test_the_bias_of_a_small_case():
     inf = math.inf
-    assert attention_bias(2, 3, None, True, "cpu").tolist() == [[0, 0, -inf], [0, 0, 0]]
+    plain = ScoreRule(1.0)
+    assert attention_bias(2, 3, plain, "cpu").tolist() == [[0, 0, -inf], [0, 0, 0]]
+    one_before = plain._replace(window=1)
+    assert attention_bias(2, 4, one_before, "cpu").tolist() == [
+        [-inf, 0, 0, -inf],
+        [-inf, -inf, 0, 0],
+    ]
     half, one = torch.tensor([0.5]), torch.tensor([1.0])  # slopes of one head
     expected = [[[-0.5, 0, -inf], [-1, -0.5, 0]]]
-    assert attention_bias(2, 3, half, True, "cpu").tolist() == expected
-    assert attention_bias(1, 3, one, False, "cpu").tolist() == [[[-2, -1, 0]]]
+    assert attention_bias(2, 3, ScoreRule(1.0, half), "cpu").tolist() == expected
+    both_ways = ScoreRule(1.0, one, causal=False)
+    assert attention_bias(1, 3, both_ways, "cpu").tolist() == [[[-2, -1, 0]]]
 
 
 # --- implementations against the loop
@@ -225,7 +233,7 @@ def long_rows():
     """2048 bf16 tokens, 4 heads: q, k, v, slopes, and the exact output."""
     q, k, v = (x.bfloat16() for x in qkv((4, 4), (2048, 2048), 64))
     slopes = alibi_slopes(4)
-    bias = attention_bias(2048, 2048, slopes, True, "cpu").double()
+    bias = attention_bias(2048, 2048, ScoreRule(1.0, slopes), "cpu").double()
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=bias)
     return q, k, v, slopes, exact
 
@@ -353,7 +361,7 @@ def test_blocks_keep_no_scores_where_no_gradient_is_wanted(monkeypatch):
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-CASE = dict(device=GPU, dtype=torch.bfloat16, head_dim=64, alibi=True, dropout_p=0.0)
+CASE = dict(device=GPU, dtype=torch.bfloat16, head_dim=64, masked=True, dropout_p=0.0)
 
 
 @pytest.fixture
@@ -363,8 +371,7 @@ def triton_runs(monkeypatch):
     def name_gpu(arch):
         monkeypatch.setattr(launch_table, "architecture", lambda device: arch)
 
-    monkeypatch.setattr(attention_module, "HAS_TRITON", True)
-    monkeypatch.setattr(attention_module, "CAN_BUILD", True)
+    monkeypatch.setattr(first_use, "can_build", lambda: True)
     monkeypatch.setattr(first_use, "is_right", lambda *_: True)
     launch_table.has_matrix_instructions.cache_clear()
     name_gpu("sm_90")
@@ -376,7 +383,8 @@ def triton_runs(monkeypatch):
     [
         ({}, "triton"),
         ({"head_dim": 128, "dtype": torch.float16}, "triton"),
-        ({"alibi": False}, "sdpa"),  # flash and cuDNN do that faster
+        ({"masked": False}, "sdpa"),  # flash and cuDNN do that faster
+        ({"softcap": 30.0}, "flex"),
         ({"dtype": torch.float32}, "sdpa"),
         ({"head_dim": 160}, "sdpa"),
         ({"dropout_p": 0.1}, "sdpa"),
@@ -410,7 +418,7 @@ ARCHITECTURES |= dict.fromkeys(["sm_75", "gfx906", "gfx1030"], "sdpa")
 def test_auto_takes_triton_where_it_has_matrix_instructions(arch, chosen, triton_runs, capsys):
     """Elsewhere one line says that it does not."""
     triton_runs(arch)
-    assert choose("auto", **CASE | {"alibi": False}) == "sdpa"
+    assert choose("auto", **CASE | {"masked": False}) == "sdpa"
     assert capsys.readouterr().err == ""  # it would be sdpa on any GPU
     for _ in range(2):
         assert choose("auto", **CASE) == chosen
@@ -432,14 +440,13 @@ def test_the_choice_does_not_break_the_graph(arch, sign, triton_runs):
     assert compiled(torch.ones(2)).tolist() == [sign, sign]
 
 
-@pytest.mark.parametrize("lacking", ["HAS_TRITON", "CAN_BUILD"])
-def test_auto_without_triton_or_without_a_compiler_for_it(lacking, triton_runs, monkeypatch):
-    monkeypatch.setattr(attention_module, lacking, False)
+def test_auto_without_triton_or_without_a_compiler_for_it(triton_runs, monkeypatch):
+    monkeypatch.setattr(first_use, "can_build", lambda: False)
     assert choose("auto", **CASE) == "sdpa"
 
 
 def test_without_triton_the_error_names_another_implementation(monkeypatch):
-    monkeypatch.setattr(attention_module, "HAS_TRITON", False)
+    monkeypatch.setitem(sys.modules, "gpu_kernels.flash_attention", None)
     with pytest.raises(UserError, match="attn_impl=triton needs triton.*attn_impl=sdpa"):
         attention(*qkv(), impl="triton")
 

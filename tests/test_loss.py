@@ -4,12 +4,10 @@ import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from tracing.tracer import Tracer
 
 import loss
-from loss import IGNORE, linear_cross_entropy, reference_linear_cross_entropy, score_labels
+from loss import IGNORE, linear_cross_entropy, reference_linear_cross_entropy
 
 N, D, V = 53, 16, 211  # tokens, width, vocabulary: chunks and blocks do not divide N and V
 
@@ -150,10 +148,7 @@ def test_all_logits_are_never_held(monkeypatch):
         value_and_gradients(linear_cross_entropy, x, weight, labels)
     with Tracer() as obvious:
         value_and_gradients(reference_linear_cross_entropy, x, weight, labels)
-    with Tracer() as scoring_on_a_gpu:
-        loss.score_all(x, weight, labels, 1.0)
     assert ours.largest() == V * D  # the weight's gradient; a chunk's logits are smaller
-    assert scoring_on_a_gpu.largest() <= V * D
     assert obvious.largest() == N * V
 
 
@@ -166,70 +161,6 @@ def test_no_matmul_is_done_twice_and_evaluation_does_one():
         value = linear_cross_entropy(x, weight, labels)
     assert [trace.counts()["aten::mm"] for trace in (training, evaluation)] == [3, 1]
     torch.testing.assert_close(value, by_hand(x, weight, labels).detach())
-
-
-BOTH_WAYS = pytest.mark.parametrize("score", [loss.score_counted, loss.score_all])
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_scores_of_labels_are_those_of_all_logits(chunk, score, scale):
-    x, weight, labels = inputs()
-    logits = x @ weight.T
-    labels[::4] = logits[::4].argmax(-1)  # so that some labels are greedy
-    counted = labels != IGNORE
-    log_probs, greedy = score(x, weight, labels, scale)
-
-    all_log_probs = F.log_softmax(logits * scale, -1)
-    exact = all_log_probs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    assert torch.allclose(log_probs, exact.masked_fill(~counted, 0), atol=1e-12)
-    assert torch.equal(greedy, counted & (logits.argmax(-1) == labels))
-    assert greedy.sum() >= N // 4
-
-
-@BOTH_WAYS
-def test_scores_where_no_label_counts_and_beyond_the_vocabulary(chunk, score):
-    x, weight, labels = inputs()
-    none_counts = torch.full_like(labels, IGNORE)
-    assert not any(scores.any() for scores in score(x, weight, none_counts, 1.0))
-    outside = torch.tensor([10 * V, -5 * V])
-    assert score(x[:2], weight, outside, 1.0)[0].isnan().all()
-
-
-@BOTH_WAYS
-def test_of_equal_logits_the_first_is_the_likeliest(chunk, score):
-    weight = torch.zeros(V, D)
-    weight[[7, 30, 120]] = 1.0  # two in one block of the vocabulary, one in another
-    labels = torch.tensor([7, 30, 120, 5])
-    log_probs, greedy = score(torch.ones(4, D), weight, labels, 1.0)
-    assert greedy.tolist() == [True, False, False, False]
-    assert torch.allclose(log_probs[:3], log_probs[0]) and log_probs[3] < log_probs[0]
-
-
-def test_scores_have_the_shape_of_the_labels_and_are_fp32_under_autocast():
-    x, weight, labels = inputs(torch.float32)
-    exact, _ = score_labels(x, weight, labels, 0.5)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = score_labels(x[:52].view(4, 13, D), weight, labels[:52].view(4, 13), 0.5)
-        log_probs, _ = loss.score_all(x, weight, labels, 0.5)
-    assert [scores.shape for scores in found] == [(4, 13), (4, 13)]
-    for scores in (found[0].flatten(), log_probs[:52]):
-        assert scores.dtype == torch.float32
-        assert torch.allclose(scores, exact[:52], atol=0.1)
-
-
-def test_on_a_gpu_scoring_never_waits_for_the_device(monkeypatch):
-    """Fake tensors have no values: whatever needs one, such as a boolean mask, raises."""
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 8)
-    with FakeTensorMode():
-        arguments = torch.ones(N, D), torch.ones(V, D), torch.ones(N, dtype=torch.long), 1.0
-        with pytest.raises(DynamicOutputShapeException):
-            loss.score_counted(*arguments)
-        monkeypatch.setattr(loss, "autocast_dtype", lambda x: x.dtype)  # there is none for meta
-        on_a_gpu = [tensor.to("meta") for tensor in arguments[:3]]
-        log_probs, greedy = loss.score_all(*on_a_gpu, 1.0)
-        assert score_labels(*on_a_gpu)[0].device.type == "meta"
-    assert (log_probs.shape, greedy.shape) == ((N,), (N,))
 
 
 @pytest.mark.parametrize("label", [-1, 97])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from attention import alibi_slopes
 from config import MPTConfig
+from evaluation.label_scores import score_labels
 from loss import IGNORE
 from model import MPT, LayerNorm, init_weights, initial_weight
 from program import UserError
@@ -336,7 +337,7 @@ def test_scores_of_labels(options):
     logits = model(ids)
     labels[0] = logits[0].argmax(-1)
     labels[1, :7] = labels[2] = IGNORE
-    log_probs, greedy = model(ids, labels=labels, score=True)
+    log_probs, greedy = model(ids, labels=labels, head=score_labels)
     all_log_probs = logits.log_softmax(-1)
     exact = all_log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     assert relative_error(log_probs, exact * (labels != IGNORE)) < 1e-12
@@ -344,7 +345,7 @@ def test_scores_of_labels(options):
     assert greedy[0].all() and not greedy[1, :7].any() and not greedy[2].any()
     assert greedy[1, 7:].tolist() == (labels[1, 7:] == logits[1, 7:].argmax(-1)).tolist()
     none_counts = torch.full_like(labels, IGNORE)
-    assert model(ids, labels=none_counts, score=True)[0].abs().sum() == 0
+    assert model(ids, labels=none_counts, head=score_labels)[0].abs().sum() == 0
 
 
 def test_longer_than_trained():

@@ -29,7 +29,7 @@ def loss_and_scores_in_chunks(_, cfg):
         loss.backward()
         model.eval()
         labels = rows[:, 1:]
-        log_probs, _ = model(rows[:, :-1], labels=labels, score=True)
+        log_probs, _ = model(rows[:, :-1], labels=labels, head=score_labels)
     return loss.item(), parallel.grad_norm(model).item(), log_probs.sum().item()
 
 
@@ -133,7 +133,7 @@ def evaluated(_, cfg, model_cfg):
     with torch.no_grad():
         ids, labels = rows[:, :-1], rows[:, 1:]
         logits = model(ids)
-        return logits, model(ids, labels=labels), *model(ids, labels=labels, score=True)
+        return logits, model(ids, labels=labels), *model(ids, labels=labels, head=score_labels)
 
 
 @pytest.mark.parametrize("size", [2, slowly(4)])

@@ -17,13 +17,13 @@ from config import MPTConfig, TrainConfig
 from lifecycle import resume
 
 WINDOW = '''
-def window_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
+def window_attention(q, k, v, rule):
     """The reference, but a query sees only the last five keys."""
     n_queries, n_keys = q.shape[2], k.shape[2]
-    bias = attention_bias(n_queries, n_keys, slopes, causal, q.device, sequence_ids)
+    bias = attention_bias(n_queries, n_keys, rule, q.device)
     i = torch.arange(n_keys - n_queries, n_keys)[:, None]
     bias = bias.masked_fill(i - torch.arange(n_keys) >= 5, -math.inf)
-    return torch.softmax((q * scale) @ k.transpose(-2, -1) + bias, dim=-1) @ v
+    return torch.softmax((q * rule.scale) @ k.transpose(-2, -1) + bias, dim=-1) @ v
 
 
 VARIANTS = {"window": Variant(window_attention, stays_compiled=False)}
@@ -66,7 +66,7 @@ SMOOTHED = """        flat = {logits}.flatten(0, -2).float()
 
 BY_LOGITS = SMOOTHED.format(logits="self.logits(x)")
 BY_WEIGHT = SMOOTHED.format(logits="F.linear(x, self.output_weight)")
-KEYS = "lambda cfg: cfg.max_seq_len)"  # of a query
+KEYS = "lambda cfg: cfg.keys_seen)"  # of a query
 
 WALKS = {
     "Another attention": {

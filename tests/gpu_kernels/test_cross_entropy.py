@@ -176,14 +176,16 @@ def test_pytorchs_own_checks_of_the_operators(interpreted):
 
 
 @pytest.mark.parametrize(
-    "lacking", ["nothing", "HAS_TRITON", "CAN_BUILD", "matrix instructions", "fp64", "GPU"]
+    "lacking", ["nothing", "Triton or its compiler", "matrix instructions", "fp64", "GPU"]
 )
 def test_pytorchs_operators_run_where_the_kernel_cannot(lacking, monkeypatch):
     from gpu_kernels import first_use
 
-    for has in ("HAS_TRITON", "CAN_BUILD"):
-        monkeypatch.setattr(loss_file.attention, has, has != lacking)
-    monkeypatch.setattr(first_use, "suits", lambda device: lacking != "matrix instructions")
+    monkeypatch.setattr(first_use, "can_build", lambda: lacking != "Triton or its compiler")
+    has = lacking != "matrix instructions"
+    monkeypatch.setattr(first_use.launch_table, "has_matrix_instructions", lambda arch: has)
+    monkeypatch.setattr(first_use.launch_table, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(first_use, "is_right", lambda *_: True)
     device = torch.device("cpu" if lacking == "GPU" else "cuda")
     dtype = torch.float64 if lacking == "fp64" else torch.bfloat16
     assert loss_file.takes_kernel(device, dtype) == (lacking == "nothing")
