@@ -208,6 +208,20 @@ class MPTConfig:
             "down_proj": (d_model, hidden),
         }
 
+    def adapted_layers(self, lora_targets: str) -> list[str]:
+        """The linear layers that `lora_targets` names, in a block's order; "all": all of them.
+
+        UserError for one that this model does not have.
+        """
+        own, chosen = list(self.linear_layers()), layers_named(lora_targets)
+        if lora_targets == "all":
+            return own
+        for name in chosen:
+            if name not in own:
+                has = f"a model with ffn_type={self.ffn_type} has {', '.join(own)}"
+                raise UserError(f"lora_targets names {name}, but {has}: remove it")
+        return chosen
+
     def adapted_blocks(self, last_blocks: int) -> range:
         """The blocks that get adapters: the last ones, or all (0)."""
         return range(self.n_layers - last_blocks if last_blocks else 0, self.n_layers)
@@ -395,11 +409,6 @@ class TrainConfig:
     def collective_timeout(self) -> datetime.timedelta:
         """How long a collective may wait: so long that the watchdog acts first and says more."""
         return datetime.timedelta(minutes=max(60.0, 2 * self.timeout_minutes))
-
-    @property
-    def adapted_layers(self) -> list[str]:
-        """The names of the linear layers that get adapters, in a block's order."""
-        return layers_named(self.lora_targets)
 
     @property
     def lora_scale(self) -> float:

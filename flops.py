@@ -113,7 +113,7 @@ def check_adapters(cfg: MPTConfig, train: TrainConfig) -> None:
     if not rank:
         return
     shapes = cfg.linear_layers()
-    for name in train.adapted_layers:
+    for name in cfg.adapted_layers(train.lora_targets):
         full = min(shapes[name])
         problem = f"lora_rank {rank} is no low rank for {name}, whose weight has rank {full}"
         require(rank < full, f"{problem}: lower it, or train all weights with --lora_rank=0")
@@ -133,7 +133,8 @@ def check_adapters(cfg: MPTConfig, train: TrainConfig) -> None:
 def n_lora(cfg: MPTConfig, train: TrainConfig) -> int:
     """Number of parameters of all adapters: A (rank x in) and B (out x rank) of each."""
     shapes = cfg.linear_layers()
-    of_block = sum(train.lora_rank * sum(shapes[name]) for name in train.adapted_layers)
+    names = cfg.adapted_layers(train.lora_targets)
+    of_block = sum(train.lora_rank * sum(shapes[name]) for name in names)
     return len(adapted_blocks(cfg, train)) * of_block
 
 
@@ -194,7 +195,7 @@ def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[
     repeat a block's last matmul, that of down_proj's own weight: the backward does not need its
     output. The selective kind repeats only products with an adapter's B.
     """
-    adapted = train.adapted_layers if i in adapted_blocks(cfg, train) else []
+    adapted = cfg.adapted_layers(train.lora_targets) if i in adapted_blocks(cfg, train) else []
     adapted = {LINEARS[name]: cfg.linear_layers()[name] for name in adapted}
     first = first_backward(cfg, train)
     # Does this part's input need a gradient? If norms or biases train, that of every part does.

@@ -105,7 +105,7 @@ def put_on(model: MPT, cfg: TrainConfig) -> None:
         if int(number) not in adapted:
             continue
         layers = dict([*block.attn.named_children(), *block.ffn.named_children()])
-        for name in cfg.adapted_layers:
+        for name in model.cfg.adapted_layers(cfg.lora_targets):
             adapt(layers[name], cfg)
     model.lora = cfg
 

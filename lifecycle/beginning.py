@@ -184,7 +184,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
         f"{implementation} attention{', compiled blocks' * cfg.compile}",
-        *describe_adapters(cfg, n_trained, n_params),
+        *describe_adapters(model_cfg, cfg, n_trained, n_params),
         f"{world.global_size} x {devices.describe(world.device)}, {mesh}, {precision} ({reason}), "
         f"{speed}",
         *describe_data(dataset, cfg),
@@ -310,11 +310,13 @@ def trained_parameters(model_cfg: MPTConfig, cfg: TrainConfig) -> int:
     return sum(param.numel() for param in lora.trained_weights(model_cfg, cfg).values())
 
 
-def describe_adapters(cfg: TrainConfig, n_trained: int, n_params: int) -> list[str]:
+def describe_adapters(
+    model_cfg: MPTConfig, cfg: TrainConfig, n_trained: int, n_params: int
+) -> list[str]:
     """A line about what a run with adapters trains, none for another run."""
     if not cfg.lora_rank:
         return []
-    where = ", ".join(cfg.adapted_layers)
+    where = ", ".join(model_cfg.adapted_layers(cfg.lora_targets))
     if cfg.lora_last_blocks:
         where += f" of the last {cfg.lora_last_blocks} blocks"
     also = f", and {cfg.lora_train}" if cfg.lora_train else ""

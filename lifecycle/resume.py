@@ -258,7 +258,7 @@ def check_same(
     )
 
     for settings in (saved, ours):
-        settings["lora_targets"] = config.layers_named(settings["lora_targets"])
+        settings["lora_targets"] = model_cfg.adapted_layers(settings["lora_targets"])
     both = saved["lora_rank"] and ours["lora_rank"]
     differences = differing(SAME_ADAPTERS if both else ["lora_rank"], saved, ours)
     require(

@@ -300,7 +300,8 @@ class Rank:
         self.is_first = stage == 0
         self.is_last = stage == cfg.pp - 1
         self.numbers = blocks_of(m.n_layers, stage, cfg.pp)  # of its blocks
-        self.adapted = cfg.adapted_layers if cfg.lora_rank else []  # names of linear layers
+        # The names of the linear layers that have adapters.
+        self.adapted = m.adapted_layers(cfg.lora_targets) if cfg.lora_rank else []
         self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
 
         self.microbatch = min(microbatch_of(cfg), self.rows)  # sequences

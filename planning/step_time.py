@@ -155,7 +155,8 @@ class StepTime:
         own = blocks_of(self.m.n_layers, self.stage, self.cfg.pp)
         n_blocks = sum(i in adapted for i in own)
         ends = memory.adapter_ends(self.m, self.cfg.tp)
-        read, written = zip(*(ends[name] for name in self.cfg.adapted_layers), strict=True)
+        names = self.m.adapted_layers(self.cfg.lora_targets)
+        read, written = zip(*(ends[name] for name in names), strict=True)
         return n_blocks * sum(read), n_blocks * sum(written)
 
     # Compute of one microbatch on one stage

@@ -12,14 +12,14 @@ from tracing.tracer import Tracer
 
 import attention as attention_module
 from attention import ScoreRule, alibi_slopes, attention, attention_bias, choose
-from gpu_kernels import first_use, launch_table
+from gpu_kernels import cpu_attention, first_use, launch_table
 from program import UserError
 
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks of 24 queries, so that a row of 65 tokens has several."""
-    monkeypatch.setattr(attention_module, "BLOCK", 24)
+    monkeypatch.setattr(cpu_attention, "BLOCK", 24)
 
 
 def by_hand(q, k, v, slopes=None, causal=True, scale=None):

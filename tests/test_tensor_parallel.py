@@ -14,6 +14,7 @@ from conftest import slowly
 from layouts import MODEL, RUN, build, rows_of_step, take_steps
 
 import parallel
+from evaluation.label_scores import score_labels
 from model import Positions
 from program import UserError
 

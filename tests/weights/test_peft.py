@@ -141,12 +141,12 @@ def test_they_read_what_we_write(more, base, tmp_path):
     found = theirs.peft_config["default"]
     assert (found.r, found.lora_alpha) == (settings.lora_rank, settings.lora_alpha)
     assert found.lora_dropout == settings.lora_dropout and found.use_rslora == settings.rslora
-    assert found.target_modules == set(settings.adapted_layers)
+    assert found.target_modules == set(CFG.adapted_layers(settings.lora_targets))
 
     again = peft.read(tmp_path / "out")
     assert (again.rank, again.scale) == (settings.lora_rank, settings.lora_scale)
     assert again.base == str(base)
-    assert peft.placed(again, CFG).adapted_layers == settings.adapted_layers
+    assert peft.placed(again, CFG).lora_targets == settings.lora_targets
     assert peft.placed(again, CFG).lora_last_blocks == settings.lora_last_blocks
     for name, tensor in lora.adapters_of(ours).items():
         assert torch.equal(again.tensors[name], tensor)
