@@ -298,6 +298,8 @@ def collectives_of(mode: str) -> dict:
         expected["all-reduce int64"] = 1  # tokens and hash
         # the loss, and the norm over the ranks of a shard (DDP: over one)
         expected["all-reduce float32"] = reductions + 2
+    if mode == "HYBRID_SHARD":
+        expected["broadcast float32"] = 1  # the norm: all copies are clipped by one number
     return {name: n for name, n in expected.items() if n}
 
 
