@@ -77,7 +77,7 @@ def test_a_run_with_adapters_says_what_it_trains():
     n_trained = 4 * (2 + 4 + 5 + 5) * 64 + (4 * 2 + 2) * 64  # adapters; norms and biases
     assert beginning.trained_parameters(m, cfg) == n_trained
     n_params = beginning.trained_parameters(m, TrainConfig())
-    (line,) = beginning.describe_adapters(cfg, n_trained, n_params)
+    (line,) = beginning.describe_adapters(m, cfg, n_trained, n_params)
     assert f"{n_trained:,} parameters" in line and f"{n_trained / n_params:.2%}" in line
 
 
