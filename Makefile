@@ -5,8 +5,8 @@
 #                 before and after
 # make elastic    the same run on 1 rank, and moved 1 -> 2 -> 4 (--tp, --pp) -> 1 over clusters that
 #                 share only an object store; one is killed: five minutes, one picture
-# make test       the quick tests: six to twelve minutes on two CPU cores, after the set-up
-# make test-all   the slow tests, without the quick ones: half an hour to an hour
+# make test       the quick tests: three to eight minutes on two CPU cores, after the set-up
+# make test-all   the slow tests, without the quick ones: a quarter to half an hour
 # make soak       the long tests, without the others: one to two hours, by estimate
 # make bundle     a folder from which machines without internet are set up: for the workshop, or to
 #                 train with a config (ARGS=configs/mpt1b.py)

@@ -1,4 +1,4 @@
-"""Whether two settings describe the same model: whether weights of one are those of the other."""
+"""Do two settings describe the same model, so that weights of one can be loaded into the other?"""
 
 from dataclasses import asdict
 

@@ -277,8 +277,17 @@ def test_jobs_without_a_worker(browser, tiny_run, tmp_path):
     server = Served(tmp_path, "--jobs=my jobs", "--rows=4")
     visit = Visit(browser, server.port)
     page = visit.open("jobs")
+    uploaded = page.get_by_text("pairs.jsonl is uploaded")
+    told = []
+
+    def answer(route) -> None:
+        told.append(uploaded.count())
+        route.continue_()
+
+    page.route("**/v1/models", answer)
     choose_file(page, lines(20))
-    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+    uploaded.wait_for()
+    assert not any(told)  # it is told once the form has the file
     page.get_by_role("button", name="Start the job").dblclick()
     page.get_by_text("No worker yet: python -m web.worker 'my jobs'").wait_for()
     page.get_by_role("button", name="Start the job").and_(page.locator(":enabled")).wait_for()

@@ -12,12 +12,13 @@ const PAUSE = 1000; // milliseconds in which a second click starts no second job
 const jobs = new Map(); // id -> {job, node, ...}: see `newJob`
 const fileNames = new Map(); // the id of a file -> its name, or the id if it is deleted
 const poll = new Poll(1000, load);
+let firstChoices; // a promise that is kept when the form has the files of before
 
 export function start({ worker }) {
   say(byId("worker"), worker);
   byId("upload").onchange = upload;
   byId("new-job").onsubmit = create;
-  loadChoices();
+  firstChoices = loadChoices();
 }
 
 export const show = () => poll.start();
@@ -41,9 +42,10 @@ async function upload() {
   body.append("file", file, file.name);
   try {
     const made = await (await call("/v1/files", { method: "POST", body })).json();
-    tell(status, `${made.filename} is uploaded (${size(made.bytes)}).`);
+    await firstChoices; // these would otherwise replace the new ones
     await loadChoices();
-    byId("training-file").value = made.id;
+    byId("training-file").value = made.id; // before it is told, for a quick click
+    tell(status, `${made.filename} is uploaded (${size(made.bytes)}).`);
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     const hasTable = error.lines?.length > 0; // then a table has the reasons
