@@ -1,6 +1,6 @@
 """Each attention of the tables, a fork's too: one function, or a variant that decodes as it trains.
 
-tests/test_walks.py runs this file in a project with a window.
+tests/test_walks.py runs this file in a project with another one.
 """
 
 import json
@@ -46,7 +46,7 @@ def test_the_standard_ones_stay_exchangeable():
 
 @pytest.mark.parametrize("name", ON_ANY_DEVICE)
 def test_every_implementation_computes_one_function(name):
-    """A window in the wrong table would fail here. flex and triton have their own tests."""
+    """A variant in the wrong table would fail here. flex and triton have their own tests."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 16) for heads in (4, 2, 2))
     slopes = attention.alibi_slopes(4)

@@ -16,17 +16,17 @@ from test_structure import ROOMS
 from config import MPTConfig, TrainConfig
 from lifecycle import resume
 
-WINDOW = '''
-def window_attention(q, k, v, rule):
-    """The reference, but a query sees only the last five keys."""
+DILATED = '''
+def dilated_attention(q, k, v, rule):
+    """The reference, but a query sees only every fourth key before it."""
     n_queries, n_keys = q.shape[2], k.shape[2]
     bias = attention_bias(n_queries, n_keys, rule, q.device)
     i = torch.arange(n_keys - n_queries, n_keys)[:, None]
-    bias = bias.masked_fill(i - torch.arange(n_keys) >= 5, -math.inf)
+    bias = bias.masked_fill((i - torch.arange(n_keys)) % 4 != 0, -math.inf)
     return torch.softmax((q * rule.scale) @ k.transpose(-2, -1) + bias, dim=-1) @ v
 
 
-VARIANTS = {"window": Variant(window_attention, stays_compiled=False)}
+VARIANTS = {"dilated": Variant(dilated_attention, stays_compiled=False)}
 '''
 
 LION = '''
@@ -70,9 +70,9 @@ KEYS = "lambda cfg: cfg.keys_seen)"  # of a query
 
 WALKS = {
     "Another attention": {
-        "config.py": [("AttentionImpl = Literal[", 'AttentionImpl = Literal["window", ')],
-        "attention.py": [("\nVARIANTS = {}\n", WINDOW)],
-        "flops.py": [(KEYS, KEYS + ' | {"window": lambda cfg: 5}')],
+        "config.py": [("AttentionImpl = Literal[", 'AttentionImpl = Literal["dilated", ')],
+        "attention.py": [("\nVARIANTS = {}\n", DILATED)],
+        "flops.py": [(KEYS, KEYS + ' | {"dilated": lambda cfg: cfg.max_seq_len // 4}')],
     },
     "Another optimizer": {"optim.py": [("\ndef clip_gradients(", LION)]},
     "Another loss": {"model.py": [(LOSS, BY_LOGITS)]},
@@ -140,22 +140,22 @@ def test_a_walk_names_each_file_that_it_edits(name):
 
 
 @walk("Another attention")
-def test_a_window(fork):
+def test_a_dilated_attention(fork):
     """Trained, resumed, counted; refused by the planner, in export, and by code that lacks it."""
-    tests = ("-n", "0", "-k", "window", "tests/test_another_attention.py")
+    tests = ("-n", "0", "-k", "dilated", "tests/test_another_attention.py")
     assert "2 passed" in fork("-m", "pytest", *tests)
-    assert "window attention" in fork.train("run", "--attn_impl=window", ranks=2)
+    assert "dilated attention" in fork.train("run", "--attn_impl=dilated", ranks=2)
     refused = fork.train("run", "--max_steps=3", status=2)
-    assert "another model: attn_impl window (here auto)" in refused
-    fork.train("run", "--attn_impl=window", "--max_steps=3", ranks=2)
+    assert "another model: attn_impl dilated (here auto)" in refused
+    fork.train("run", "--attn_impl=dilated", "--max_steps=3", ranks=2)
     from_it = ("new", "--init_from=run")
-    assert "attn_impl window (here auto)" in fork.train(*from_it, status=2)
+    assert "attn_impl dilated (here auto)" in fork.train(*from_it, status=2)
 
     counted = ("flops.py", *SIZE, "--json")
-    whole, window = (json.loads(fork(*counted, *more))["flops_per_token"] for more in FLOPS)
-    assert whole - window == 12 * 2 * 32 * (32 - 5)  # 12 L d (S - 5)
-    assert "does not know attn_impl=window" in fork("plan.py", "--attn_impl=window", status=2)
-    assert "attn_impl=window" in fork("-m", "planning.memory", "--attn_impl=window", status=2)
+    whole, dilated = (json.loads(fork(*counted, *more))["flops_per_token"] for more in FLOPS)
+    assert whole - dilated == 12 * 2 * 32 * (32 - 8)  # 12 L d (S - S / 4)
+    assert "does not know attn_impl=dilated" in fork("plan.py", "--attn_impl=dilated", status=2)
+    assert "attn_impl=dilated" in fork("-m", "planning.memory", "--attn_impl=dilated", status=2)
 
     export = ("-m", "weights.hf", "export", str(fork.folder / "run"), str(fork.folder / "theirs"))
     assert "does not compute MPT's attention" in fork(*export, status=2)
@@ -163,10 +163,10 @@ def test_a_window(fork):
     generate = ("generate.py", str(fork.folder / "run"), "--max_new_tokens=8", "--prompt=the")
     fork(*generate)
     for words in (export, generate):
-        assert "is 'window', expected one of" in fork(*words, folder=ROOT, status=2)
+        assert "is 'dilated', expected one of" in fork(*words, folder=ROOT, status=2)
 
 
-FLOPS = [], ["--attn_impl=window"]
+FLOPS = [], ["--attn_impl=dilated"]
 
 
 @walk("Another optimizer")
