@@ -614,9 +614,9 @@ def flash_attention(
     alibi_slopes: (H,) fp32, without gradient. softmax_scale: None means 1 / sqrt(D). sequence_ids:
     (B, Tk) integers. A document is a run of equal ids, and documents do not see each other. A query
     that sees no key gives zeros. window: how many keys before its own a query sees, with causality.
-    qkv: the projection's output, (B, T, (H + 2 Hkv) * D), or None. If q, k and v are still views of
-    it, not computed anew as by RoPE, its gradient is made in one piece. Differentiable once. Raises
-    UserError, a ValueError.
+    qkv: the projection's output, (B, T, (H + 2 Hkv) * D), all of q, then k, then v; or None. If q,
+    k and v are still views of it, not computed anew as by RoPE, its gradient is made in one piece.
+    Differentiable once. Raises UserError, a ValueError.
     """
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
@@ -695,11 +695,13 @@ def fault_of_bias(q, k, slopes, sequence_ids) -> str:
 
 
 def are_heads_of(qkv, q, k, v) -> bool:
-    """Whether q, k and v are the views `heads_of` qkv, in the same places of the same memory."""
+    """Whether q, k and v are views of qkv, laid out as `heads_of` makes them.
+
+    Their order is the caller's: torch.compile cannot trace where in the memory a view begins.
+    """
     memory = qkv if qkv._base is None else qkv._base
     for x, view in zip((q, k, v), heads_of(qkv, q.shape[1], k.shape[1]), strict=True):
-        same_place = x._base is memory and x.storage_offset() == view.storage_offset()
-        if not same_place or x.shape != view.shape or x.stride() != view.stride():
+        if x._base is not memory or x.shape != view.shape or x.stride() != view.stride():
             return False
     return True
 

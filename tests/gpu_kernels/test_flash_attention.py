@@ -11,6 +11,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import refusal, slowly
 from tracing.tracer import Tracer
 
@@ -402,40 +403,50 @@ def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, compiles, interpret
         assert (a - b).abs().max() <= 1e-5 * largest
 
 
-def one_gradient(world, heads, documents, T):
+def one_gradient(world, heads, documents, compiles):
     """Whether the gradient of a fused projection's output is equal, made in one piece and joined.
 
     Also the operations of autograd's backward when it is made in one piece.
     """
     H, Hkv = heads
     D = 16
+    T = 20
     slopes = alibi_slopes(H)
     ids = torch.arange(T)[None].expand(2, -1) // 8 if documents else None
-    wide = torch.randn(2, T, (H + 2 * Hkv) * D, generator=torch.Generator().manual_seed(0))
-    do = torch.randn(2, H, T, D, generator=torch.Generator().manual_seed(1))
-    gradients, outputs = [], []
-    for fused in (False, True):
-        qkv = wide.clone().requires_grad_()
+    x = torch.randn(2, T, 8, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn((H + 2 * Hkv) * D, 8, generator=torch.Generator().manual_seed(1))
+    do = torch.randn(2, T, H, D, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
+
+    def attend(bias, fused):
+        qkv = F.linear(x, weight, bias)
         q, k, v = (
-            x.view(2, T, -1, D).transpose(1, 2)
-            for x in qkv.split([H * D, Hkv * D, Hkv * D], dim=-1)
+            part.view(2, T, -1, D).transpose(1, 2)
+            for part in qkv.split([H * D, Hkv * D, Hkv * D], dim=-1)
         )
         extra = {"qkv": qkv} if fused else {}
-        out = kernels.flash_attention(q, k, v, alibi_slopes=slopes, sequence_ids=ids, **extra)
+        return kernels.flash_attention(q, k, v, alibi_slopes=slopes, sequence_ids=ids, **extra)
+
+    if compiles:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    gradients, outputs = [], []
+    for fused in (False, True):
+        bias = torch.zeros(len(weight), requires_grad=True)
+        out = attend(bias, fused)
         with Tracer() as trace:
-            gradients += torch.autograd.grad(out, qkv, do)
+            gradients += torch.autograd.grad(out, bias, do)
         outputs.append(out.detach())
     return torch.equal(*outputs) and torch.equal(*gradients), list(trace.counts())
 
 
 @pytest.mark.parametrize(
-    "heads, documents, T",
-    [((6, 2), True, 20), ((1, 1), False, 20), ((6, 2), False, 1)],
+    "heads, documents, compiles",
+    [((6, 2), True, False), ((1, 1), False, False), slowly((6, 2), True, True)],
 )
 def test_the_projections_gradient_comes_in_one_piece_with_the_same_bits(
-    heads, documents, T, interpreted
+    heads, documents, compiles, interpreted
 ):
-    equal, operations = interpreted(one_gradient, heads, documents, T)[0]
+    equal, operations = interpreted(one_gradient, heads, documents, compiles)[0]
     assert equal
     assert "aten::cat" not in operations and "aten::copy_" not in operations
     assert "mpt::flash_attention_backward" in operations
