@@ -20,7 +20,7 @@ slope * j / scale (`with_alibi_columns`).
                 time: gpu_kernels/cpu_attention.py
     sdpa        F.scaled_dot_product_attention           extra columns      a mask         no
     flex        gpu_kernels/flex_attention.py, GPUs      a score_mod        a block mask   tanh
-    triton      gpu_kernels/flash_attention.py, GPUs     in the kernel      bounds         no
+    triton      gpu_kernels/flash_attention.py, GPUs     in the kernel      bounds         tanh
 
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function is part of the model: it belongs in VARIANTS, at the end of
@@ -200,8 +200,9 @@ def choose(impl, device, dtype, head_dim, masked, dropout_p=0.0, softcap=None, o
     query, for which the kernel has a launch row of its own. UserError for a name that is in neither
     table.
 
-    A CPU takes `blocks`. A GPU takes `triton` for ALiBi or a window in 16 bits, which need no mask
-    and no extra columns there, `flex` for a softcap, and `sdpa` otherwise. `sdpa` is also for GPUs
+    A CPU takes `blocks`. A GPU takes `triton` for ALiBi, a window or a softcap in 16 bits, which
+    need no mask and no extra columns there, and `sdpa` otherwise, but `flex` for a softcap (with
+    dropout `blocks`, since no kernel has both). `sdpa` is also for GPUs
     for which Triton has no matrix instructions (NVIDIA before Ampere, AMD before MI100 and Radeon
     RX 7000), and GPUs on which the kernel gives other results than the formula
     (gpu_kernels/first_use.py). Measured: bench/results/attention_cpu.md, bench/results/h200.md.
@@ -209,16 +210,17 @@ def choose(impl, device, dtype, head_dim, masked, dropout_p=0.0, softcap=None, o
     require_known(impl)
     if impl != "auto":
         return impl
-    if device.type == "cpu":
+    has_softcap = softcap is not None
+    if device.type == "cpu" or (has_softcap and (device.type != "cuda" or dropout_p > 0)):
         return "blocks"
-    if softcap is not None:
-        return "flex"
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
-    if device.type == "cuda" and masked and in_16_bits and head_dim <= 128 and dropout_p == 0:
+    fits = in_16_bits and head_dim <= 128 and dropout_p == 0
+    if device.type == "cuda" and (masked or has_softcap) and fits:
         from gpu_kernels import first_use  # only GPUs need it
 
-        return "triton" if first_use.suits(device, head_dim, one_query) else "sdpa"
-    return "sdpa"
+        if first_use.suits(device, head_dim, one_query, has_softcap):
+            return "triton"
+    return "flex" if has_softcap else "sdpa"
 
 
 def require_known(impl: str) -> None:
@@ -245,7 +247,7 @@ def sdpa_attention(q, k, v, rule: ScoreRule):
     `sdpa` differ in their last bits there; `triton` has one order.
     """
     if rule.softcap is not None:
-        raise UserError("attn_impl=sdpa has no softcap: use flex, or blocks on a CPU")
+        raise UserError("attn_impl=sdpa has no softcap: use auto")
     n_queries, n_keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
     if rule.causal and rule.slopes is not None:
         q, k, v = with_alibi_columns(q, k, v, rule.slopes, rule.scale)
@@ -352,8 +354,6 @@ def triton_attention(q, k, v, rule: ScoreRule, qkv=None):
     """This project's kernels. PyTorch for CPUs comes without triton."""
     if rule.dropout_p > 0:
         raise UserError("attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl")
-    if rule.softcap is not None:
-        raise UserError("attn_impl=triton has no softcap: use flex, or blocks on a CPU")
     try:
         from gpu_kernels.flash_attention import flash_attention
     except ImportError as error:
@@ -370,6 +370,7 @@ def triton_attention(q, k, v, rule: ScoreRule, qkv=None):
         softmax_scale=rule.scale,
         sequence_ids=rule.sequence_ids,
         window=rule.window,
+        softcap=rule.softcap,
         qkv=qkv,
     )
 

@@ -41,6 +41,8 @@ DEFAULT = dict(
     alibi=True,
     causal=True,
     documents=False,
+    window=None,
+    softcap=None,
     scale=None,
     layout="fused",
     row=None,  # launch settings instead of the table's
@@ -96,6 +98,8 @@ def run(case, tensors):
         causal=case["causal"],
         softmax_scale=case["scale"],
         sequence_ids=ids,
+        window=case["window"],
+        softcap=case["softcap"],
     )
     return [out.detach(), *torch.autograd.grad(out, leaves, do)]
 
@@ -111,7 +115,15 @@ def errors_of(case, device="cpu"):
 
     q, k, v, slopes, ids, do = (x if x is None else x.cpu() for x in tensors)
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out = kernels.reference_attention(*leaves, slopes, case["causal"], case["scale"], ids)
+    out = kernels.reference_attention(
+        *leaves,
+        slopes,
+        case["causal"],
+        case["scale"],
+        ids,
+        case["window"],
+        case["softcap"],
+    )
     exact = [out.detach(), *torch.autograd.grad(out, leaves, do.double())]
 
     assert all(x.isfinite().all() for x in found)
@@ -144,12 +156,17 @@ ON_THE_DIAGONAL = [
 QUICK = [*FLAGS, dict(lengths=(1, 65)), dict(D=80, heads=(1, 1)), dict(layout="cache", batch=2)]
 QUICK += [dict(lengths=(65, 17))]  # more queries than keys: the first rows see no key when causal
 QUICK += [dict(D=96, dtype=dtype) for dtype in ("float16", "bfloat16")]  # 96: two widths
+QUICK += [dict(window=0), dict(window=20, documents=True), dict(window=20, lengths=(1, 65))]
+QUICK += [dict(softcap=1.0), dict(softcap=1.0, window=20, lengths=(17, 65), alibi=False)]
 
 SLOW = [dict(lengths=(1, 1)), dict(lengths=(127, 1)), dict(lengths=(127, 127), documents=True)]
 SLOW += [dict(lengths=(17, 200), documents=True, causal=c) for c in (True, False)]
 SLOW += [dict(lengths=(65, 17), causal=False), dict(heads=(7, 1), D=17), dict(D=128)]
 SLOW += [dict(lengths=(140, 140), row=row, heads=(1, 1), documents=True) for row in ROWS]
 SLOW += [dict(layout="transposed", batch=2), dict(scale=0.01, alibi=False)]
+SLOW += [dict(window=window, lengths=(140, 140), heads=(2, 1)) for window in (1, 64, 139, 500)]
+SLOW += [dict(softcap=c, causal=False, heads=(2, 1), D=96) for c in (0.5, 50.0)]
+SLOW += [dict(softcap=1.0, window=50, documents=True, lengths=(140, 140), row=ROWS[0])]
 SLOW += [dict(dtype="bfloat16"), dict(dtype="bfloat16", D=128, heads=(7, 1)), *ON_THE_DIAGONAL]
 CASES = QUICK + SLOW
 
@@ -233,6 +250,8 @@ def sweep(world, examples, seed):
                 "alibi": st.booleans(),
                 "causal": st.booleans(),
                 "documents": st.booleans(),
+                "window": st.sampled_from([None, None, 0, 9, 40, 200]),
+                "softcap": st.sampled_from([None, 1.0]),
                 "scale": st.sampled_from([None, 0.05]),
                 "layout": st.sampled_from(["fused", "cache", "transposed"]),
                 "row": st.sampled_from([None, (16, 64, 4, 1), *ROWS]),
@@ -243,6 +262,8 @@ def sweep(world, examples, seed):
     def check(case):
         if case["lengths"][0] > case["lengths"][1]:
             case["documents"] = False
+        if not case["causal"]:
+            case["window"] = None
         assert max(errors_of(case)) < LIMITS["float32"], case
 
     try:
@@ -331,7 +352,13 @@ def error_of_a_step(world, more):
 
 
 @pytest.mark.parametrize(
-    "more", [{"alibi": True, "kv_n_heads": 2}, slowly({"rope": True})], ids=str
+    "more",
+    [
+        {"alibi": True, "kv_n_heads": 2},
+        {"sliding_window_size": 5, "attn_logit_softcapping": 1.0},
+        slowly({"rope": True}),
+    ],
+    ids=str,
 )
 def test_a_captured_step_equals_the_whole_text_in_fp64(more, interpreted):
     assert interpreted(error_of_a_step, more)[0] < 1e-5
@@ -547,6 +574,7 @@ def refusals(world):
         "no gradient": dict(alibi_slopes=torch.ones(4, requires_grad=True)),
         "sequence_ids must be integers (2, 8)": dict(sequence_ids=ids[:, :7]),
         "no more queries than keys": dict(k=short, v=short, sequence_ids=ids[:, :6]),
+        "a window only with causal=True": dict(window=3, causal=False),
     }
     messages = {}
     for part, change in changes.items():
@@ -562,7 +590,7 @@ def refusals(world):
 
 def test_bad_input_is_a_value_error_that_says_what_to_do(interpreted):
     messages = interpreted(refusals)[0]
-    assert len(messages) == 8
+    assert len(messages) == 9
     for part, message in messages.items():
         assert part in message
         assert "\n" not in message
@@ -595,12 +623,13 @@ def test_a_head_is_held_with_little_waste(head_dim, widths):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_obvious_version_is_that_of_the_model(documents, causal):
+@pytest.mark.parametrize("causal, window, softcap", [(False, None, 1.0), (True, 3, None)])
+def test_the_obvious_version_is_that_of_the_model(documents, causal, window, softcap):
     case = DEFAULT | dict(lengths=(7, 12), D=8, heads=(4, 2), documents=documents)
     q, k, v, slopes, ids, _ = tensors_of(case)
     q, k, v = (x.double() for x in (q, k, v))
     more = dict(alibi_slopes=slopes, causal=causal, softmax_scale=0.3, sequence_ids=ids)
+    more |= dict(window=window, softcap=softcap)
     models = attention(q, k, v, impl="reference", **more)
     assert (kernels.reference_attention(q, k, v, **more) - models).abs().max() < 1e-12
 
