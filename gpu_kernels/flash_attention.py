@@ -83,9 +83,9 @@ try:
     import triton
     import triton.language as tl
 except ImportError as missing:
-    raise ImportError(
-        "gpu_kernels/flash_attention.py needs triton, which comes with PyTorch for CUDA and ROCm; "
-        "on a Linux CPU: pip install 'triton>=3.4'"
+    raise UserError(
+        "attn_impl=triton needs triton, which comes with PyTorch for CUDA and ROCm: use "
+        "attn_impl=sdpa, or on a Linux CPU pip install 'triton>=3.4'"
     ) from missing
 
 LOG2E = tl.constexpr(math.log2(math.e))

@@ -13,6 +13,7 @@ from tracing.tracer import Tracer
 import attention as attention_module
 from attention import ScoreRule, alibi_slopes, attention, attention_bias, choose
 from gpu_kernels import cpu_attention, first_use, flex_attention, launch_table
+from gpu_kernels.alibi_columns import with_alibi_columns
 from program import UserError
 
 
@@ -262,7 +263,7 @@ def test_long_rows_in_bf16_lose_little_more_than_the_rounding_of_the_output(long
     q, k, v, slopes, exact = long_rows
     error = rms(attention(q, k, v, impl="sdpa", alibi_slopes=slopes) - exact)
     assert error < 1.5 * rms(exact.bfloat16() - exact)
-    wide = [x.float() for x in attention_module.with_alibi_columns(q, k, v, slopes, 1 / 8)]
+    wide = [x.float() for x in with_alibi_columns(q, k, v, ScoreRule(1 / 8, slopes))]
     in_fp32 = F.scaled_dot_product_attention(*wide, is_causal=True, scale=1 / 8)[..., :64]
     assert relative_error(in_fp32, exact) < 1e-5
 
@@ -490,7 +491,8 @@ def test_auto_without_triton_or_without_a_compiler_for_it(triton_runs, monkeypat
 
 
 def test_without_triton_the_error_names_another_implementation(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gpu_kernels.flash_attention", None)
+    monkeypatch.delitem(sys.modules, "gpu_kernels.flash_attention", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UserError, match="attn_impl=triton needs triton.*attn_impl=sdpa"):
         attention(*qkv(), impl="triton")
 
