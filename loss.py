@@ -14,8 +14,7 @@ of x (N, D) and W (V, D) are kept, and the backward pass multiplies them by the 
 They are those of the formula, rounded once more to the dtypes of x and W. No matmul is done twice.
 
     chunk_loss          any device: the formulas above in PyTorch; 6 bytes a logit in bf16
-    kernel_chunk_loss   GPUs with Triton: a kernel turns the logits into their gradient, 2 bytes a
-                        logit (gpu_kernels/cross_entropy.py)
+    kernel_chunk_loss   GPUs with Triton: gpu_kernels/cross_entropy.py, in place; 2 bytes a logit
 
 The z-loss keeps log_z near 0, where bf16 logits are precise (PaLM, arXiv 2204.02311, section 5).
 

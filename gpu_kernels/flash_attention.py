@@ -39,10 +39,10 @@ and corrects lse by slope * (i - origin) (`row_bias`). `origin` is the first pos
 program's block: that keeps the numbers small, where fp32 is precise. Slopes are fp32. Without
 causality the bias is -slope * |i - j|, computed for each element.
 
-A query sees one interval of keys, first <= j < last: causality limits its end, a packed document
-both ends, the length of the sequence all of it. Blocks outside of it are skipped. Blocks that lie
-inside of it for all rows of a program need no mask, so causality costs one only on the diagonal
-(with documents, every block has a mask).
+A query sees one interval of keys, first <= j < last: causality limits its end, a window its begin,
+a packed document both ends, the length of the sequence all of it. Blocks outside of it are skipped.
+Blocks that lie inside of it for all rows of a program need no mask, so causality costs one only on
+the diagonal (with documents or a window, every block has a mask).
 
 A softcap c (Gemma 2) makes c * tanh(s / c) of each score before the bias. Its derivative,
 1 - tanh(s / c)^2, is one more factor of dS.
@@ -220,7 +220,8 @@ def capped(s, softcap):
 def document_of(bounds, b, position, n_keys):
     """Where the document of each position begins, and where it ends (exclusive).
 
-    bounds: pointer to (B, 2, Tk) int32, or None: the whole row is one document.
+    bounds: pointer to (B, 2, Tk) int32, or None: the whole row is one document. With a window, they
+    are its ends where those are nearer.
     """
     if bounds is None:
         return tl.zeros_like(position), tl.zeros_like(position) + n_keys
