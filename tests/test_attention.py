@@ -224,17 +224,24 @@ def test_flex_equals_the_formula(lengths, alibi, more, fresh_compiler):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
-@pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa", "flex", "triton"])
+@pytest.mark.parametrize(
+    "impl, more",
+    [
+        *((impl, {}) for impl in ("reference", "blocks", "sdpa", "flex", "triton")),
+        *((impl, {"window": 30, "softcap": 1.0}) for impl in ("blocks", "flex", "triton")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("alibi", [False, True])
-def test_on_a_gpu_all_agree_forward_and_backward(impl, alibi):
+def test_on_a_gpu_all_agree_forward_and_backward(impl, more, alibi):
     device = torch.device("cuda")
     inputs = [x.to(device, torch.bfloat16) for x in qkv((4, 2), (200, 200), 64)]
     slopes = alibi_slopes(4, device=device) if alibi else None
     leaves = [x.clone().requires_grad_() for x in inputs]
-    out = attention(*leaves, impl=impl, alibi_slopes=slopes)
+    out = attention(*leaves, impl=impl, alibi_slopes=slopes, **more)
     gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
     exact_leaves = [x.cpu().double().requires_grad_() for x in inputs]
-    exact = by_hand(*exact_leaves, alibi_slopes(4) if alibi else None)
+    exact = by_hand(*exact_leaves, alibi_slopes(4) if alibi else None, **more)
     exact_gradients = torch.autograd.grad(exact, exact_leaves, torch.ones_like(exact))
     for found, wanted in zip((out, *gradients), (exact, *exact_gradients), strict=True):
         assert relative_error(found.detach().cpu().double(), wanted.detach()) < 2e-2
