@@ -125,36 +125,24 @@ def blockwise_attention(q, k, v, rule: ScoreRule):
 
 
 def attention(
-    q,
-    k,
-    v,
-    *,
-    impl="auto",
-    alibi_slopes=None,
-    causal=True,
-    softmax_scale=None,
-    dropout_p=0.0,
-    sequence_ids=None,
-    window=None,
-    softcap=None,
-    visible=None,
-    qkv=None,
+    q, k, v, *, impl="auto", alibi_slopes=None, softmax_scale=None, visible=None, qkv=None, **rule
 ):
     """softmax(q k^T * softmax_scale + bias) v, (B, H, Tq, D).
 
     q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D), H a multiple of Hkv. The queries are the last Tq of the
-    Tk positions, as in decoding on a cache. softmax_scale: None means 1 / sqrt(D). visible: which
-    keys the query of a captured step sees (serving/step_graph.py). qkv: what q, k and v were made
-    of, or None: `triton` makes one gradient for all three if they are views of it. The rest: see
-    `ScoreRule`. UserError for an unknown `impl`, or one that cannot do what the arguments ask for.
+    Tk positions, as in decoding on a cache. alibi_slopes: (H,) fp32, or None. softmax_scale: None
+    means 1 / sqrt(D). visible: which keys the query of a captured step sees
+    (serving/step_graph.py). qkv: what q, k and v were made of, or None: `triton` makes one gradient
+    for all three if they are views of it. rule: other fields of `ScoreRule`. UserError for an
+    unknown `impl`, or one that cannot do what the arguments ask for.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    rule = ScoreRule(scale, alibi_slopes, causal, sequence_ids, window, softcap, dropout_p)
+    rule = ScoreRule(scale, alibi_slopes, **rule)
     if visible is not None:
         return visible.attention(q, k, v, impl, rule)
-    needs_mask = alibi_slopes is not None or window is not None
+    needs_mask = rule.slopes is not None or rule.window is not None
     one_query = q.shape[2] == 1
-    case = q.device, q.dtype, q.shape[-1], needs_mask, dropout_p, softcap
+    case = q.device, q.dtype, q.shape[-1], needs_mask, rule.dropout_p, rule.softcap
     impl = choose(impl, *case, one_query)
     if one_query and impl in IMPLEMENTATIONS and suits_one_query(impl, k, rule):
         return one_query_attention(q, k, v, rule)
