@@ -9,10 +9,6 @@ v may have fewer heads than q (grouped-query attention).
 
 ALiBi (Press et al., 2021) needs no position vectors: each head lowers the score of a key in
 proportion to its distance, so near tokens count more. The slopes fall geometrically over the heads.
-Softmax does not change when a constant is added to a row, so under causality -slope * (i - j) and
-slope * j are the same bias. The second depends on the key alone, so fast kernels without support
-for a bias can compute it too: extra columns of q hold ones, extra columns of k hold
-slope * j / scale (`with_alibi_columns`).
 
     attn_impl   what runs                                ALiBi              window         softcap
     reference   two matmuls and a softmax                added to T x T     in the bias    tanh
@@ -20,7 +16,7 @@ slope * j / scale (`with_alibi_columns`).
                 time: gpu_kernels/cpu_attention.py
     sdpa        F.scaled_dot_product_attention           extra columns      a mask         no
     flex        gpu_kernels/flex_attention.py, GPUs      a score_mod        a block mask   tanh
-    triton      gpu_kernels/flash_attention.py, GPUs     in the kernel      bounds         no
+    triton      gpu_kernels/flash_attention.py, GPUs     in the kernel      bounds         tanh
 
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function is part of the model: it belongs in VARIANTS, at the end of
@@ -114,10 +110,9 @@ def blockwise_attention(q, k, v, rule: ScoreRule):
         return reference_attention(q, k, v, rule)
     if cpu_attention.suits(rule):
         q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
-        bias = last_bias(q, k.shape[2], rule)
-        return cpu_attention.blockwise_attention(
-            q, k, v, bias, rule.scale, rule.sequence_ids, rule.window
-        )
+        rows, columns = cpu_attention.bias_shape(q, k, rule)
+        last_bias = attention_bias(rows, columns, rule._replace(sequence_ids=None), q.device)
+        return cpu_attention.blockwise_attention(q, k, v, last_bias.to(q.dtype), rule)
     outputs = []
     for queries, keys in cpu_attention.query_blocks(q, k, rule.window):
         ids = None if rule.sequence_ids is None else rule.sequence_ids[:, keys]
@@ -126,59 +121,28 @@ def blockwise_attention(q, k, v, rule: ScoreRule):
     return torch.cat(outputs, dim=2)
 
 
-def last_bias(q, n_keys, rule: ScoreRule):
-    """The bias of the last block of queries, (H or none, rows, columns), in q's dtype.
-
-    A bias depends on the distance i - j alone. So that of an earlier block, which sees fewer keys,
-    is the right part of it. For blocks of one query and four keys:
-
-        last block    -3 -2 -1  0
-        the second          -1  0
-
-    Without ALiBi and window only the block's own keys have one; within a window only its keys.
-    """
-    n_queries = min(q.shape[2], cpu_attention.block_rows(q.dtype))
-    if rule.window is not None:
-        n_keys = min(n_keys, n_queries + rule.window)
-    elif rule.slopes is None:
-        n_keys = n_queries
-    return attention_bias(n_queries, n_keys, rule._replace(sequence_ids=None), q.device).to(q.dtype)
-
-
 # --- Which way
 
 
 def attention(
-    q,
-    k,
-    v,
-    *,
-    impl="auto",
-    alibi_slopes=None,
-    causal=True,
-    softmax_scale=None,
-    dropout_p=0.0,
-    sequence_ids=None,
-    window=None,
-    softcap=None,
-    visible=None,
-    qkv=None,
+    q, k, v, *, impl="auto", alibi_slopes=None, softmax_scale=None, visible=None, qkv=None, **rule
 ):
     """softmax(q k^T * softmax_scale + bias) v, (B, H, Tq, D).
 
     q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D), H a multiple of Hkv. The queries are the last Tq of the
-    Tk positions, as in decoding on a cache. softmax_scale: None means 1 / sqrt(D). visible: which
-    keys the query of a captured step sees (serving/step_graph.py). qkv: what q, k and v were made
-    of, or None: `triton` makes one gradient for all three if they are views of it. The rest: see
-    `ScoreRule`. UserError for an unknown `impl`, or one that cannot do what the arguments ask for.
+    Tk positions, as in decoding on a cache. alibi_slopes: (H,) fp32, or None. softmax_scale: None
+    means 1 / sqrt(D). visible: which keys the query of a captured step sees
+    (serving/step_graph.py). qkv: what q, k and v were made of, or None: `triton` makes one gradient
+    for all three if they are views of it. rule: other fields of `ScoreRule`. UserError for an
+    unknown `impl`, or one that cannot do what the arguments ask for.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    rule = ScoreRule(scale, alibi_slopes, causal, sequence_ids, window, softcap, dropout_p)
+    rule = ScoreRule(scale, alibi_slopes, **rule)
     if visible is not None:
         return visible.attention(q, k, v, impl, rule)
-    needs_mask = alibi_slopes is not None or window is not None
+    needs_mask = rule.slopes is not None or rule.window is not None
     one_query = q.shape[2] == 1
-    case = q.device, q.dtype, q.shape[-1], needs_mask, dropout_p, softcap
+    case = q.device, q.dtype, q.shape[-1], needs_mask, rule.dropout_p, rule.softcap
     impl = choose(impl, *case, one_query)
     if one_query and impl in IMPLEMENTATIONS and suits_one_query(impl, k, rule):
         return one_query_attention(q, k, v, rule)
@@ -200,25 +164,29 @@ def choose(impl, device, dtype, head_dim, masked, dropout_p=0.0, softcap=None, o
     query, for which the kernel has a launch row of its own. UserError for a name that is in neither
     table.
 
-    A CPU takes `blocks`. A GPU takes `triton` for ALiBi or a window in 16 bits, which need no mask
-    and no extra columns there, `flex` for a softcap, and `sdpa` otherwise. `sdpa` is also for GPUs
-    for which Triton has no matrix instructions (NVIDIA before Ampere, AMD before MI100 and Radeon
-    RX 7000), and GPUs on which the kernel gives other results than the formula
-    (gpu_kernels/first_use.py). Measured: bench/results/attention_cpu.md, bench/results/h200.md.
+    A CPU takes `blocks`. A GPU takes `triton` in 16 bits for ALiBi, a window or a softcap, which
+    need no mask and no extra columns there, if Triton knows the GPU and its kernel gives the
+    formula's results on it (gpu_kernels/first_use.py). The rest takes `sdpa`; with a softcap
+    `flex`, and `blocks` if that has no way either. Measured: bench/results/attention_cpu.md,
+    bench/results/h200.md.
     """
     require_known(impl)
     if impl != "auto":
         return impl
     if device.type == "cpu":
         return "blocks"
-    if softcap is not None:
-        return "flex"
+    on_gpu = device.type == "cuda"
+    has_softcap = softcap is not None
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
-    if device.type == "cuda" and masked and in_16_bits and head_dim <= 128 and dropout_p == 0:
+    needs_kernel = masked or has_softcap
+    if on_gpu and needs_kernel and in_16_bits and head_dim <= 128 and dropout_p == 0:
         from gpu_kernels import first_use  # only GPUs need it
 
-        return "triton" if first_use.suits(device, head_dim, one_query) else "sdpa"
-    return "sdpa"
+        if first_use.suits(device, head_dim, one_query, has_softcap):
+            return "triton"
+    if not has_softcap:
+        return "sdpa"
+    return "flex" if on_gpu and dropout_p == 0 else "blocks"
 
 
 def require_known(impl: str) -> None:
@@ -238,17 +206,16 @@ def sdpa_attention(q, k, v, rule: ScoreRule):
     queries on a cache, and ALiBi without causality need one: those run the memory-efficient or the
     math kernel.
 
-    On NVIDIA's Hopper and Blackwell data center GPUs, PyTorch lets cuDNN do what needs no mask,
-    with head dims that are multiples of 8, if its cuDNN is 9.15.1 or newer (the wheels of PyTorch
-    2.11 and later for CUDA 13). Older ones are wrong for some lengths, so nothing here asks for
-    them. The backward of cuDNN and of flash attention sums in no fixed order, so two runs with
-    `sdpa` differ in their last bits there; `triton` has one order.
+    On GPUs the backward of its fast kernels sums in no fixed order, so two runs with `sdpa` differ
+    in their last bits there; `triton` has one order.
     """
     if rule.softcap is not None:
-        raise UserError("attn_impl=sdpa has no softcap: use flex, or blocks on a CPU")
+        raise UserError("attn_impl=sdpa has no softcap: use auto")
     n_queries, n_keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
     if rule.causal and rule.slopes is not None:
-        q, k, v = with_alibi_columns(q, k, v, rule.slopes, rule.scale)
+        from gpu_kernels.alibi_columns import with_alibi_columns
+
+        q, k, v = with_alibi_columns(q, k, v, rule)
         rule = rule._replace(slopes=None)  # the columns hold the bias: keep it out of the mask
     hides_more = rule.sequence_ids is not None or rule.window is not None
     on_a_cache = 1 < n_queries < n_keys  # a single query sees every key: no mask
@@ -265,26 +232,6 @@ def sdpa_attention(q, k, v, rule: ScoreRule):
         scale=rule.scale,
     )
     return out[..., :head_dim]
-
-
-def with_alibi_columns(q, k, v, slopes, scale):
-    """Widen D by 8, so that q' k'^T * scale = q k^T * scale + slope * j. v' has zeros there.
-
-    k' holds slope * j / scale, q' holds ones. bf16 keeps 8 bits of a number, too few for 999.5. So
-    three columns hold it in three parts, 1000 - 0.5 + 0, whose sum is exact to about 24 bits; the
-    kernel adds their products in fp32. Five more columns of zeros keep D a multiple of 8.
-    """
-    position = torch.arange(k.shape[2], device=k.device, dtype=torch.float32)
-    rest = slopes[:, None] * position / scale  # (H, Tk) fp32
-    parts = []
-    for _ in range(2):
-        part = rest.to(torch.bfloat16).to(k.dtype)
-        parts.append(part)
-        rest = rest - part.float()
-    parts.append(rest.to(k.dtype))
-    columns = F.pad(torch.stack(parts, dim=-1), (0, 5))  # (H, Tk, 8)
-    k = torch.cat([k, columns.expand(k.shape[0], -1, -1, -1)], dim=-1)
-    return F.pad(q, (0, 8), value=1.0), k, F.pad(v, (0, 8))
 
 
 # --- One new token on a cache
@@ -349,18 +296,11 @@ def flex_attention(q, k, v, rule: ScoreRule):
 
 
 def triton_attention(q, k, v, rule: ScoreRule, qkv=None):
-    """This project's kernels. PyTorch for CPUs comes without triton."""
+    """This project's kernels. UserError without triton, which PyTorch for CPUs does not bring."""
     if rule.dropout_p > 0:
         raise UserError("attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl")
-    if rule.softcap is not None:
-        raise UserError("attn_impl=triton has no softcap: use flex, or blocks on a CPU")
-    try:
-        from gpu_kernels.flash_attention import flash_attention
-    except ImportError as error:
-        raise UserError(
-            "attn_impl=triton needs triton, which comes with PyTorch for CUDA and ROCm: "
-            "use attn_impl=sdpa"
-        ) from error
+    from gpu_kernels.flash_attention import flash_attention
+
     return flash_attention(
         q,
         k,
@@ -370,6 +310,7 @@ def triton_attention(q, k, v, rule: ScoreRule, qkv=None):
         softmax_scale=rule.scale,
         sequence_ids=rule.sequence_ids,
         window=rule.window,
+        softcap=rule.softcap,
         qkv=qkv,
     )
 

@@ -1,6 +1,6 @@
 """The loss without the logits: output layer and cross-entropy together, in chunks of tokens.
 
-    logits = logit_scale * x W^T       (N, V)
+    logits = logit_scale * x W^T       (N, V), perhaps soft-capped
     log_z  = logsumexp(logits)         (N,)
     loss   = sum over counted tokens of  log_z - logits[label] + z_loss * log_z^2
 
@@ -14,11 +14,7 @@ of x (N, D) and W (V, D) are kept, and the backward pass multiplies them by the 
 They are those of the formula, rounded once more to the dtypes of x and W. No matmul is done twice.
 
     chunk_loss          any device: the formulas above in PyTorch; 6 bytes a logit in bf16
-    kernel_chunk_loss   GPUs with Triton: a kernel turns the logits into their gradient, 2 bytes a
-                        logit (gpu_kernels/cross_entropy.py)
-
-The second has run on an H200 (bench/results/h200.md) and in Triton's interpreter, and each process
-compares it with the formulas before it uses it (gpu_kernels/first_use.py).
+    kernel_chunk_loss   GPUs with Triton: gpu_kernels/cross_entropy.py, in place; 2 bytes a logit
 
 The z-loss keeps log_z near 0, where bf16 logits are precise (PaLM, arXiv 2204.02311, section 5).
 
@@ -53,8 +49,8 @@ def linear_cross_entropy(
     x: (..., D); weight: (V, D); labels: (...) int64, each below V or IGNORE, which does not count.
     (Others are an IndexError on a CPU; on a GPU the loss is NaN, or the device's own check fails.)
     Returns an fp32 scalar (fp64 for fp64 inputs). Under autocast, matmuls run in its dtype.
-    Differentiable once. softcap: see `soft_capped`, after logit_scale.
-    loss_of: computes a chunk of `rows` tokens as `chunk_loss` does; None: what suits the device.
+    Differentiable once. softcap: see `soft_capped`, after logit_scale. loss_of: computes a chunk of
+    `rows` tokens as `chunk_loss` does; None: what suits the device.
     """
     scale = 1.0 if logit_scale is None else logit_scale
     flat_x = x.flatten(0, -2)  # (N, D)
@@ -125,9 +121,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def takes_kernel(device, dtype) -> bool:
     """Whether the loss of logits with this dtype runs in gpu_kernels/cross_entropy.py.
 
-    It needs a GPU, Triton, the C compiler that Triton calls, and at most 32 bits. GPUs for which
-    Triton has no matrix instructions, or on which a kernel gives other results than the formulas,
-    take PyTorch's operators here as they do for attention.
+    On a GPU, in at most 32 bits, where Triton runs, and runs right: gpu_kernels/first_use.py.
     """
     if device.type != "cuda" or dtype == torch.float64:
         return False
@@ -181,8 +175,7 @@ def chunk_loss(x, weight, labels, scale, z_loss, softcap, grad_x, grad_w):
 
     if z_loss:
         probs.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
-    minus_one = -torch.ones_like(log_z)
-    probs.scatter_add_(1, labels, minus_one)
+    probs.scatter_add_(1, labels, -torch.ones_like(log_z))
     if softcap is not None:
         probs.mul_(slope)
     grad = probs.to(x.dtype)  # (rows, V)

@@ -403,7 +403,7 @@ class KVCache:
     v: torch.Tensor
     length: int = 0
     pad: torch.Tensor | None = None
-    visible = None  # a captured step sees a part of all S positions: see serving/step_graph.py
+    visible = None  # a query sees all filled positions; a captured step's: `VisibleKeys`
 
     def positions(self, n_tokens):
         """Where the next tokens stand in their texts, (1 or B, n_tokens)."""

@@ -42,16 +42,33 @@ def query_blocks(q, k, window=None):
         yield slice(begin, end), slice(first_key, past + end)
 
 
-def blockwise_attention(q, k, v, bias, scale, sequence_ids=None, window=None):
+def bias_shape(q, k, rule) -> tuple[int, int]:
+    """(rows, columns) of the bias of the last block, which has all biases that there are.
+
+    A bias depends on the distance i - j alone. So that of an earlier block, which sees fewer keys,
+    is the right part of it. For blocks of one query and four keys:
+
+        last block    -3 -2 -1  0
+        the second          -1  0
+
+    Without ALiBi and window only the block's own keys have one; within a window only its keys.
+    """
+    rows = min(q.shape[2], block_rows(q.dtype))
+    if rule.window is not None:
+        return rows, min(k.shape[2], rows + rule.window)
+    return rows, rows if rule.slopes is None else k.shape[2]
+
+
+def blockwise_attention(q, k, v, bias, rule):
     """q (B, H, Tq, D), k and v (B, H, Tk, D) -> (B, H, Tq, D). Differentiable once.
 
-    bias: of the last block, (H or none, rows, columns); columns: its last keys, those before have
-    none. Earlier blocks take the right part of it. Under autocast q, k and v are in its dtype.
+    bias: of the last block, (H or none, *`bias_shape`). rule: an `attention.ScoreRule` that this
+    backward `suits`. Under autocast q, k and v are in its dtype.
     """
     needs_grad = torch.is_grad_enabled()
-    blocks = list(query_blocks(q, k, window))
+    blocks = list(query_blocks(q, k, rule.window))
     with torch.autocast(q.device.type, enabled=False):  # forward and backward in one dtype
-        return Blockwise.apply(q, k, v, bias, scale, sequence_ids, blocks, needs_grad)
+        return Blockwise.apply(q, k, v, bias, rule.scale, rule.sequence_ids, blocks, needs_grad)
 
 
 class Blockwise(torch.autograd.Function):

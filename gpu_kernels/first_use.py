@@ -1,10 +1,10 @@
 """Before a process uses a kernel on a GPU, it compares it there with float64, once.
 
 A kernel that is wrong on some GPU would train a wrong model without a word. If one differs or
-fails, `attn_impl=auto` is sdpa, or the loss is PyTorch's operators, and one line says so. Compared
-are attention (causal, ALiBi; with the launch rows for the model's heads), the same for the single
-query of a decoder's step, and the loss, in bf16. It costs the compilation of a few small kernels,
-which Triton keeps on disk for the next process.
+fails, `attn_impl=auto` takes another way, or the loss is PyTorch's operators, and one line says so.
+Compared are attention (causal, ALiBi, a softcap if the model has one; with the launch rows for the
+model's heads), the same for the single query of a decoder's step, and the loss, in bf16. It costs
+the compilation of a few small kernels, which Triton keeps on disk for the next process.
 """
 
 import functools
@@ -25,10 +25,13 @@ TOKENS = 300  # several blocks of queries and of keys
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it, and does not trace it
-def suits(device: torch.device, head_dim: int = 0, one_query: bool = False) -> bool:
+def suits(
+    device: torch.device, head_dim: int = 0, one_query: bool = False, softcap: bool = False
+) -> bool:
     """Is Triton's kernel fast and right on this device? The loss's; with a head_dim, attention's.
 
-    one_query: attention's launch row for a single query, which sees a part of the keys.
+    one_query: attention's launch row for a single query, which sees a part of the keys. softcap:
+    whether attention has one.
 
     If not, one line on stderr says so, once per process; none if Triton is not there, or has no
     matrix instructions for this device.
@@ -39,7 +42,7 @@ def suits(device: torch.device, head_dim: int = 0, one_query: bool = False) -> b
         return False
     if head_dim:
         head_dim = 64 if head_dim <= 64 else 128  # each has launch rows of its own
-    return is_right(device, head_dim, one_query)
+    return is_right(device, head_dim, one_query, softcap)
 
 
 @functools.cache
@@ -54,19 +57,22 @@ def can_build() -> bool:
 
 
 @functools.cache
-def is_right(device: torch.device, head_dim: int, one_query: bool = False) -> bool:
+def is_right(
+    device: torch.device, head_dim: int, one_query: bool = False, softcap: bool = False
+) -> bool:
     """Whether the kernel agrees with float64 on this device. If not, says so."""
     # A new thread has nothing that the caller may have set: no autocast, no no_grad, no hooks of
     # activation checkpointing, no compiler that traces.
     with ThreadPoolExecutor(1) as thread:
-        fault = thread.submit(fault_on, device, head_dim, one_query).result()
+        fault = thread.submit(fault_on, device, head_dim, one_query, softcap).result()
     if fault:
-        instead = "attention uses sdpa" if head_dim else "the loss uses PyTorch's operators"
+        way = "flex" if softcap else "sdpa"
+        instead = f"attention uses {way}" if head_dim else "the loss uses PyTorch's operators"
         print(f"{instead}, since Triton's kernel fails on {device}: {fault}", file=sys.stderr)
     return not fault
 
 
-def fault_on(device: torch.device, head_dim: int, one_query: bool = False) -> str:
+def fault_on(device: torch.device, head_dim: int, one_query: bool, softcap: bool) -> str:
     """What is wrong with a kernel on this device, "" if nothing is."""
     from gpu_kernels import cross_entropy, flash_attention  # they need Triton
 
@@ -79,6 +85,8 @@ def fault_on(device: torch.device, head_dim: int, one_query: bool = False) -> st
                 size = {"n_queries": TOKENS, "n_keys": TOKENS, "D": head_dim}
                 if one_query:
                     size |= {"n_queries": 1, "documents": True}
+                if softcap:
+                    size["softcap"] = 2.0
                 errors = flash_attention.compare(device, torch.bfloat16, **size)
             else:
                 errors = cross_entropy.compare(device, torch.bfloat16)

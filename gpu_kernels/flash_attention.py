@@ -39,13 +39,16 @@ and corrects lse by slope * (i - origin) (`row_bias`). `origin` is the first pos
 program's block: that keeps the numbers small, where fp32 is precise. Slopes are fp32. Without
 causality the bias is -slope * |i - j|, computed for each element.
 
-A query sees one interval of keys, first <= j < last: causality limits its end, a packed document
-both ends, the length of the sequence all of it. Blocks outside of it are skipped. Blocks that lie
-inside of it for all rows of a program need no mask, so causality costs one only on the diagonal
-(with documents, every block has a mask).
+A query sees one interval of keys, first <= j < last: causality limits its end, a window its begin,
+a packed document both ends, the length of the sequence all of it. Blocks outside of it are skipped.
+Blocks that lie inside of it for all rows of a program need no mask, so causality costs one only on
+the diagonal (with documents or a window, every block has a mask).
 
-Powers of two: the GPU has an instruction for 2^x, not for e^x. So scale and slopes are multiplied
-by log2(e), exp becomes exp2, and lse is a logarithm to base 2.
+A softcap c (Gemma 2) makes c * tanh(s / c) of each score before the bias. Its derivative,
+1 - tanh(s / c)^2, is one more factor of dS.
+
+Powers of two: the GPU has an instruction for 2^x, not for e^x. So scale, softcap and slopes
+are multiplied by log2(e), exp becomes exp2, and lse is a logarithm to base 2.
 
 NVIDIA and AMD run the same source. What differs is data, in gpu_kernels/launch_table.py: a
 wavefront of an AMD Instinct has 64 threads, and a compute unit of an MI250 or MI300 has 64 KiB of
@@ -80,9 +83,9 @@ try:
     import triton
     import triton.language as tl
 except ImportError as missing:
-    raise ImportError(
-        "gpu_kernels/flash_attention.py needs triton, which comes with PyTorch for CUDA and ROCm; "
-        "on a Linux CPU: pip install 'triton>=3.4'"
+    raise UserError(
+        "attn_impl=triton needs triton, which comes with PyTorch for CUDA and ROCm: use "
+        "attn_impl=sdpa, or on a Linux CPU pip install 'triton>=3.4'"
     ) from missing
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -204,10 +207,21 @@ def row_bias(i, origin, slope, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def capped(s, softcap):
+    """(softcap * tanh(s / softcap), its derivative 1 - tanh^2); None: (s, 1.0)."""
+    if softcap is None:
+        return s, 1.0
+    else:
+        tanh = 2 * tl.sigmoid(2 * s / softcap) - 1
+        return softcap * tanh, 1 - tanh * tanh
+
+
+@triton.jit
 def document_of(bounds, b, position, n_keys):
     """Where the document of each position begins, and where it ends (exclusive).
 
-    bounds: pointer to (B, 2, Tk) int32, or None: the whole row is one document.
+    bounds: pointer to (B, 2, Tk) int32, or None: the whole row is one document. With a window, they
+    are its ends where those are nearer.
     """
     if bounds is None:
         return tl.zeros_like(position), tl.zeros_like(position) + n_keys
@@ -248,7 +262,7 @@ def visible_keys(bounds, b, i, n_keys, CAUSAL: tl.constexpr, BLOCK_N: tl.constex
 @triton.jit
 def forward_kernel(
     q, k, v, out, lse, slopes, bounds,
-    q_strides, k_strides, v_strides, out_strides, n_queries, n_keys, scale,
+    q_strides, k_strides, v_strides, out_strides, n_queries, n_keys, scale, softcap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -272,7 +286,7 @@ def forward_kernel(
         for at in range(mask_from if masked else begin, end if masked else mask_from, BLOCK_N):
             j = at + tl.arange(0, BLOCK_N)
             k_block = load_rows(k, k_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
-            s = rows_dot_rows(q_block, k_block) * scale
+            s, _ = capped(rows_dot_rows(q_block, k_block) * scale, softcap)
             if slopes is not None:
                 s += alibi(i[:, None], j[None, :], origin, slope, CAUSAL)
             if masked:
@@ -299,7 +313,7 @@ def forward_kernel(
 def dq_kernel(
     q, k, v, out, do, lse, delta, dq, slopes, bounds,
     q_strides, k_strides, v_strides, out_strides, do_strides, dq_strides,
-    n_queries, n_keys, scale,
+    n_queries, n_keys, scale, softcap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -333,7 +347,7 @@ def dq_kernel(
             j = at + tl.arange(0, BLOCK_N)
             k_block = load_rows(k, k_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
             v_block = load_rows(v, v_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
-            s = rows_dot_rows(q_block, k_block) * scale
+            s, cap_slope = capped(rows_dot_rows(q_block, k_block) * scale, softcap)
             if slopes is not None:
                 s += alibi(i[:, None], j[None, :], origin, slope, CAUSAL)
             if masked:
@@ -341,7 +355,7 @@ def dq_kernel(
                 s = tl.where(visible, s, -float("inf"))
             p = tl.exp2(s - row_lse[:, None])
             dp = rows_dot_rows(do_block, v_block)
-            ds = p * (dp - row_delta[:, None])
+            ds = p * (dp - row_delta[:, None]) * cap_slope
             total_dq = add_product(total_dq, 1.0, ds, k_block)
     factor = scale / LOG2E  # the kernels' scale carries log2(e), a gradient does not
     store_rows(dq, dq_strides, b, h, start, n_queries, total_dq, factor, BLOCK_M, D, LOW, HIGH)
@@ -351,7 +365,7 @@ def dq_kernel(
 def dkdv_kernel(
     q, k, v, do, lse, delta, dk, dv, slopes, bounds,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    n_queries, n_keys, scale,
+    n_queries, n_keys, scale, softcap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -387,7 +401,7 @@ def dkdv_kernel(
             query = at + tl.arange(0, BLOCK_M)
             i = query + past
             q_block = load_rows(q, q_strides, b, h, at, n_queries, BLOCK_M, D, LOW, HIGH)
-            s = rows_dot_rows(k_block, q_block) * scale
+            s, cap_slope = capped(rows_dot_rows(k_block, q_block) * scale, softcap)
             if slopes is not None:
                 s += alibi(i[None, :], j[:, None], start, slope, CAUSAL)
             if MASK_ALL:
@@ -402,7 +416,7 @@ def dkdv_kernel(
             do_block = load_rows(do, do_strides, b, h, at, n_queries, BLOCK_M, D, LOW, HIGH)
             row_delta = tl.load(delta + head_row + query, mask=query < n_queries, other=0.0)
             dp = rows_dot_rows(v_block, do_block)
-            ds = p * (dp - row_delta[None, :])
+            ds = p * (dp - row_delta[None, :]) * cap_slope
             total_dv = add_product(total_dv, 1.0, p, do_block)
             total_dk = add_product(total_dk, 1.0, ds, q_block)
     factor = scale / LOG2E  # as for dq
@@ -426,7 +440,12 @@ def split(head_dim: int) -> tuple[int, int]:
 
 
 def launch(
-    pass_name: str, tensors: dict, causal: bool, scale: float, row: tuple | None = None
+    pass_name: str,
+    tensors: dict,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    row: tuple | None = None,
 ) -> None:
     """Run the kernel of one pass ("forward", "dq" or "dkdv") over all blocks, heads and sequences.
 
@@ -450,6 +469,7 @@ def launch(
         if x is not None and x.ndim == 4
     }
     sizes = {"n_queries": n_queries, "n_keys": n_keys, "scale": scale * LOG2E.value}
+    sizes["softcap"] = None if softcap is None else softcap * LOG2E.value
     low, high = split(D)
     constants = {"GROUP": H // Hkv, "CAUSAL": causal, "D": D, "LOW": low, "HIGH": high}
     if grid[0] > 0 and B > 0:
@@ -474,13 +494,13 @@ def like_rows(x):
 @torch.library.custom_op("mpt::flash_attention", mutates_args=())
 def forward_operator(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, bounds: Tensor | None,
-    causal: bool, scale: float,
+    causal: bool, scale: float, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse): out shaped like q, lse (B, H, Tq) fp32, a logarithm to base 2."""
     out = like_rows(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "slopes": slopes, "bounds": bounds}
-    launch("forward", tensors, causal, scale)
+    launch("forward", tensors, causal, scale, softcap)
     return out, lse
 
 
@@ -509,7 +529,7 @@ def gradients_in(dqkv, q, k):
 @torch.library.custom_op("mpt::flash_attention_backward", mutates_args=())
 def backward_operator(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor | None,
-    bounds: Tensor | None, causal: bool, scale: float,
+    bounds: Tensor | None, causal: bool, scale: float, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """dq, dk and dv side by side in one tensor, (B, T, (H + 2 Hkv) * D): `gradients_in` splits it.
 
@@ -522,35 +542,36 @@ def backward_operator(
     do = do if do.stride(-1) == 1 else do.contiguous()
     tensors = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta}
     tensors |= {"slopes": slopes, "bounds": bounds}
-    launch("dq", tensors | {"out": out, "dq": dq}, causal, scale)
-    launch("dkdv", tensors | {"dk": dk, "dv": dv}, causal, scale)
+    launch("dq", tensors | {"out": out, "dq": dq}, causal, scale, softcap)
+    launch("dkdv", tensors | {"dk": dk, "dv": dv}, causal, scale, softcap)
     return dqkv
 
 
 @forward_operator.register_fake
-def forward_shapes(q, k, v, slopes, bounds, causal, scale):
+def forward_shapes(q, k, v, slopes, bounds, causal, scale, softcap=None):
     """Shapes, dtypes and strides of `forward_operator`'s results, for the compiler."""
     return like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @backward_operator.register_fake
-def backward_shapes(do, q, k, v, out, lse, slopes, bounds, causal, scale):
+def backward_shapes(do, q, k, v, out, lse, slopes, bounds, causal, scale, softcap=None):
     """The same for `backward_operator`."""
     return room_for_gradients(q, k)
 
 
 def keep_for_backward(ctx, inputs, output):
     """Save what `gradients` needs."""
-    *tensors, ctx.causal, ctx.scale = inputs
+    *tensors, causal, scale, softcap = inputs
+    ctx.settings = causal, scale, softcap
     ctx.save_for_backward(*tensors, *output)
 
 
 @functools.partial(forward_operator.register_autograd, setup_context=keep_for_backward)
 def gradients(ctx, do, _):
-    """The gradients of `forward_operator`'s inputs: dq, dk, dv, and none for the other four."""
+    """The gradients of `forward_operator`'s inputs: dq, dk, dv, and none for the other five."""
     q, k, v, slopes, bounds, out, lse = ctx.saved_tensors
-    dqkv = backward_operator(do, q, k, v, out, lse, slopes, bounds, ctx.causal, ctx.scale)
-    return *gradients_in(dqkv, q, k), None, None, None, None
+    dqkv = backward_operator(do, q, k, v, out, lse, slopes, bounds, *ctx.settings)
+    return *gradients_in(dqkv, q, k), None, None, None, None, None
 
 
 class FromProjection(torch.autograd.Function):
@@ -561,13 +582,13 @@ class FromProjection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, qkv, n_heads, n_kv_heads, slopes, bounds, causal, scale):
+    def forward(ctx, qkv, n_heads, n_kv_heads, slopes, bounds, causal, scale, softcap):
         """out, (B, H, T, D)."""
         q, k, v = heads_of(qkv, n_heads, n_kv_heads)
-        out, lse = forward_operator(q, k, v, slopes, bounds, causal, scale)
+        out, lse = forward_operator(q, k, v, slopes, bounds, causal, scale, softcap)
         ctx.save_for_backward(qkv, slopes, bounds, out, lse)
         ctx.heads = n_heads, n_kv_heads
-        ctx.settings = causal, scale
+        ctx.settings = causal, scale, softcap
         return out
 
     @staticmethod
@@ -576,7 +597,7 @@ class FromProjection(torch.autograd.Function):
         qkv, slopes, bounds, out, lse = ctx.saved_tensors
         q, k, v = heads_of(qkv, *ctx.heads)
         dqkv = backward_operator(do, q, k, v, out, lse, slopes, bounds, *ctx.settings)
-        return dqkv, None, None, None, None, None, None
+        return dqkv, None, None, None, None, None, None, None
 
 
 @register_flop_formula(torch.ops.mpt.flash_attention)
@@ -605,6 +626,7 @@ def flash_attention(
     softmax_scale=None,
     sequence_ids=None,
     window=None,
+    softcap=None,
     qkv=None,
 ):
     """softmax(q k^T * softmax_scale + bias) v without a T x T tensor: (B, H, Tq, D).
@@ -614,9 +636,10 @@ def flash_attention(
     alibi_slopes: (H,) fp32, without gradient. softmax_scale: None means 1 / sqrt(D). sequence_ids:
     (B, Tk) integers. A document is a run of equal ids, and documents do not see each other. A query
     that sees no key gives zeros. window: how many keys before its own a query sees, with causality.
-    qkv: the projection's output, (B, T, (H + 2 Hkv) * D), or None. If q, k and v are still views of
-    it, not computed anew as by RoPE, its gradient is made in one piece. Differentiable once. Raises
-    UserError, a ValueError.
+    softcap: c * tanh(score / c) is the score before the bias.
+    qkv: the projection's output, (B, T, (H + 2 Hkv) * D), all of q, then k, then v; or None. If q,
+    k and v are still views of it, not computed anew as by RoPE, its gradient is made in one piece.
+    Differentiable once. Raises UserError, a ValueError.
     """
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
@@ -628,11 +651,13 @@ def flash_attention(
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     bounds = None if sequence_ids is None else document_bounds(sequence_ids)
     if window is not None:
+        require(causal, "flash_attention has a window only with causal=True")
         bounds = window_bounds(bounds, window, k)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
+    rest = slopes, bounds, causal, scale, softcap
     if qkv is not None:
-        return FromProjection.apply(qkv, q.shape[1], k.shape[1], slopes, bounds, causal, scale)
-    out, _ = forward_operator(q, k, v, slopes, bounds, causal, scale)
+        return FromProjection.apply(qkv, q.shape[1], k.shape[1], *rest)
+    out, _ = forward_operator(q, k, v, *rest)
     return out
 
 
@@ -695,11 +720,13 @@ def fault_of_bias(q, k, slopes, sequence_ids) -> str:
 
 
 def are_heads_of(qkv, q, k, v) -> bool:
-    """Whether q, k and v are the views `heads_of` qkv, in the same places of the same memory."""
+    """Whether q, k and v are views of qkv, laid out as `heads_of` makes them.
+
+    Their order is the caller's: torch.compile cannot trace where in the memory a view begins.
+    """
     memory = qkv if qkv._base is None else qkv._base
     for x, view in zip((q, k, v), heads_of(qkv, q.shape[1], k.shape[1]), strict=True):
-        same_place = x._base is memory and x.storage_offset() == view.storage_offset()
-        if not same_place or x.shape != view.shape or x.stride() != view.stride():
+        if x._base is not memory or x.shape != view.shape or x.stride() != view.stride():
             return False
     return True
 
@@ -735,7 +762,15 @@ def window_bounds(bounds, window: int, k):
 
 
 def reference_attention(
-    q, k, v, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None, window=None
+    q,
+    k,
+    v,
+    alibi_slopes=None,
+    causal=True,
+    softmax_scale=None,
+    sequence_ids=None,
+    window=None,
+    softcap=None,
 ):
     """What `flash_attention` computes, with all scores in memory. Arguments as there."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -744,6 +779,8 @@ def reference_attention(
     j = torch.arange(n_keys, device=q.device)  # (Tk,)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     s = q @ k.transpose(-2, -1) * scale  # (B, H, Tq, Tk)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
         s = s - alibi_slopes[:, None, None].to(s.dtype) * (i - j).abs()
 
@@ -773,6 +810,7 @@ def compare(
     documents=False,
     causal=True,
     window=None,
+    softcap=None,
 ):
     """The largest errors of out, dq, dk, dv against float64, relative to the largest exact one."""
     torch.manual_seed(0)
@@ -785,7 +823,7 @@ def compare(
         ids = torch.arange(n_keys, device=device).expand(B, -1) // (n_keys // 3 + 1)
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    rule = {"causal": causal, "sequence_ids": ids, "window": window}
+    rule = {"causal": causal, "sequence_ids": ids, "window": window, "softcap": softcap}
     out = flash_attention(*leaves, alibi_slopes=slopes, **rule)
     ours = [out, *torch.autograd.grad(out, leaves, do)]
     exact_leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -803,6 +841,7 @@ def demonstrate(device) -> None:
         {"causal": False},
         {"documents": True},
         {"window": 20},
+        {"softcap": 2.0},
         {"D": 96},
         {"D": 128, "Hkv": 2},
     ]
@@ -840,7 +879,7 @@ def tune(device, head_dims: tuple[int, ...] = (64, 128), T: int = 4096, H: int =
         rows = []
         for pass_name, kernel in KERNELS.items():
             pointers = {name: x for name, x in tensors.items() if name in kernel.arg_names}
-            run_pass = functools.partial(launch, pass_name, pointers, True, scale)
+            run_pass = functools.partial(launch, pass_name, pointers, True, scale, None)
             label = f"{pass_name}, heads of {D}"
             rows.append(launch_table.fastest(label, run_pass, triton.testing.do_bench))
         print(f'    ("{architecture(q.device)}", {D}, {", ".join(map(str, rows))}),', flush=True)

@@ -107,7 +107,7 @@ def has_matrix_instructions(arch: str) -> bool:
         return True
     print(
         f"Triton has no matrix instructions for this GPU ({arch}), so attention uses sdpa "
-        "and the loss PyTorch's operators",
+        "(flex with a softcap) and the loss PyTorch's operators",
         file=sys.stderr,
     )
     return False

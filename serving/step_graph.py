@@ -54,11 +54,12 @@ class VisibleKeys:
 
     def attention(self, q, k, v, impl, rule):
         """One query, q (B, H, 1, D), and all k and v, (B, Hkv, n_keys, D). rule: a `ScoreRule`."""
-        if takes_kernel(impl, q.device, q.dtype, q.shape[-1]):
+        if takes_kernel(impl, q.device, q.dtype, q.shape[-1], rule.softcap):
             from gpu_kernels.flash_attention import forward_operator
 
             bounds = self.bounds(rule.window)
-            return forward_operator(q, k, v, rule.slopes, bounds, True, rule.scale)[0]
+            settings = rule.slopes, bounds, True, rule.scale, rule.softcap
+            return forward_operator(q, k, v, *settings)[0]
         return attention.grouped_attention(q, k, v, self.bias(rule, q.dtype), rule.scale)
 
     def within(self, window: int | None):
@@ -92,12 +93,13 @@ class VisibleKeys:
         return self.shared_bias
 
 
-def takes_kernel(impl, device, dtype, head_dim) -> bool:
+def takes_kernel(impl, device, dtype, head_dim, softcap=None) -> bool:
     """Whether a captured step takes this project's kernel, and not SDPA with a mask.
 
     `auto` takes it with and without ALiBi: a mask would make SDPA read all of the cache.
     """
-    way = attention.choose(impl, device, dtype, head_dim, masked=True, one_query=True)
+    case = device, dtype, head_dim, True, 0.0, softcap
+    way = attention.choose(impl, *case, one_query=True)
     return way == "triton"
 
 
@@ -131,16 +133,16 @@ class StepCache(KVCache):
 def suits(decoder) -> bool:
     """Whether steps of this decoder are captured: on a GPU, if attention takes `VisibleKeys`.
 
-    With ALiBi in 16 bits only the kernel does: SDPA would round the bias to 16 bits.
+    With ALiBi in 16 bits only the kernel does: SDPA would round the bias to 16 bits. Nor has it a
+    softcap.
     """
     cfg, dtype = decoder.cfg, decoder.cache_dtype
     if decoder.device.type != "cuda" or attention.function_of(cfg.attn_impl) != "auto":
         return False
-    if cfg.attn_logit_softcapping is not None:
-        return False
-    if not cfg.alibi or dtype.itemsize > 2:
+    softcap = cfg.attn_logit_softcapping
+    if softcap is None and (not cfg.alibi or dtype.itemsize > 2):
         return True
-    return takes_kernel(cfg.attn_impl, decoder.device, dtype, cfg.head_dim)
+    return takes_kernel(cfg.attn_impl, decoder.device, dtype, cfg.head_dim, softcap)
 
 
 class StepGraphs:

@@ -37,9 +37,9 @@ attention.py: test_attention.py
 + masked_fill(j > i + 1,
 
 the gradient of the keys lacks the backward of softmax
-attention.py: test_attention.py
-- dk[:, :n_seen] += torch.bmm(dscores.mT
-+ dk[:, :n_seen] += torch.bmm(probs.mT
+gpu_kernels/cpu_attention.py: test_attention.py
+- dk[:, keys] += torch.bmm(dscores.mT
++ dk[:, keys] += torch.bmm(probs.mT
 
 in the kernel's backward, blocks on the diagonal have no causal mask
 gpu_kernels/flash_attention.py: gpu_kernels/test_flash_attention.py::test_diagonal_masks_are_enough

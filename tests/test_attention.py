@@ -12,7 +12,8 @@ from tracing.tracer import Tracer
 
 import attention as attention_module
 from attention import ScoreRule, alibi_slopes, attention, attention_bias, choose
-from gpu_kernels import cpu_attention, first_use, launch_table
+from gpu_kernels import cpu_attention, first_use, flex_attention, launch_table
+from gpu_kernels.alibi_columns import with_alibi_columns
 from program import UserError
 
 
@@ -22,7 +23,7 @@ def short_blocks(monkeypatch):
     monkeypatch.setattr(cpu_attention, "BLOCK", 24)
 
 
-def by_hand(q, k, v, slopes=None, causal=True, scale=None):
+def by_hand(q, k, v, slopes=None, causal=True, scale=None, window=None, softcap=None):
     """softmax(q k^T scale - slope * distance) v over the visible keys, one query at a time."""
     B, H, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
@@ -33,12 +34,15 @@ def by_hand(q, k, v, slopes=None, causal=True, scale=None):
             key_head = h * Hkv // H  # grouped-query: neighbouring heads share keys and values
             for i in range(Tq):
                 position = Tk - Tq + i
-                n_visible = position + 1 if causal else Tk
-                keys = k[b, key_head, :n_visible]
-                values = v[b, key_head, :n_visible]
+                begin = 0 if window is None else max(0, position - window)
+                end = position + 1 if causal else Tk
+                keys = k[b, key_head, begin:end]
+                values = v[b, key_head, begin:end]
                 scores = keys @ q[b, h, i] * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
                 if slopes is not None:
-                    distance = (position - torch.arange(n_visible)).abs().to(q.dtype)
+                    distance = (position - torch.arange(begin, end)).abs().to(q.dtype)
                     scores = scores - slopes[h].to(q.dtype) * distance
                 rows.append(torch.softmax(scores, 0) @ values)
     return torch.stack(rows).view(B, H, Tq, D)
@@ -110,7 +114,10 @@ CASES = [dict(alibi=alibi, lengths=lengths) for alibi in (False, True) for lengt
 CASES += [dict(alibi=alibi, causal=False, lengths=(7, 65)) for alibi in (False, True)]
 CASES += [dict(heads=h) for h in ((4, 4), (6, 1), (12, 12))]  # of queries, of keys
 CASES += [dict(head_dim=80), dict(scale=0.3), dict(batch=3), dict(bias_max=16)]
-
+CASES += [dict(window=window, lengths=(65, 65)) for window in (0, 9, 30, 64)]
+CASES += [dict(window=9, lengths=lengths, alibi=False) for lengths in LENGTHS[1:]]
+CAPPED = [dict(softcap=0.5, lengths=lengths) for lengths in LENGTHS[1:]]
+CAPPED += [dict(softcap=50.0, window=9, lengths=(65, 65), alibi=False)]
 
 DEFAULT = dict(
     alibi=True,
@@ -121,6 +128,8 @@ DEFAULT = dict(
     batch=1,
     bias_max=8,
     scale=None,
+    window=None,
+    softcap=None,
 )
 
 
@@ -133,7 +142,8 @@ def exactly(items, dtype):
     slopes = alibi_slopes(case["heads"][0], case["bias_max"]) if case["alibi"] else None
 
     def exact_function(q, k, v):
-        return by_hand(q, k, v, slopes, case["causal"], case["scale"])
+        rest = case["causal"], case["scale"], case["window"], case["softcap"]
+        return by_hand(q, k, v, slopes, *rest)
 
     exact = output_and_gradients(exact_function, [x.double() for x in inputs])
     return inputs, slopes, exact
@@ -142,13 +152,12 @@ def exactly(items, dtype):
 def check(case, impl, dtype, limit):
     """Compare `impl` in `dtype` with the loop in float64: relative errors below `limit`."""
     case = DEFAULT | case
-    causal, scale = case["causal"], case["scale"]
     inputs, slopes, exact = exactly(tuple(case.items()), dtype)
+    rule = {name: case[name] for name in ("causal", "window", "softcap")}
 
     def function(q, k, v):
-        return attention(
-            q, k, v, impl=impl, alibi_slopes=slopes, causal=causal, softmax_scale=scale
-        )
+        rest = {"alibi_slopes": slopes, "softmax_scale": case["scale"]}
+        return attention(q, k, v, impl=impl, **rule, **rest)
 
     found = output_and_gradients(function, inputs)
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
@@ -169,6 +178,12 @@ def test_fp32_equals_the_loop_in_fp64(case, impl):
     check(case, impl, torch.float32, 1e-5)
 
 
+@pytest.mark.parametrize("impl", ["reference", "blocks"])
+@pytest.mark.parametrize("case", CAPPED, ids=name)
+def test_with_a_softcap_fp32_equals_the_loop_in_fp64(case, impl):
+    check(case, impl, torch.float32, 1e-5)
+
+
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
 @pytest.mark.parametrize("case", CASES[::3], ids=name)
 def test_bf16_is_close_to_the_loop_in_fp64(case, impl):
@@ -179,42 +194,54 @@ def test_bf16_is_close_to_the_loop_in_fp64(case, impl):
 def fresh_compiler():
     """Forget compiled functions, as in a new process."""
     torch._dynamo.reset()
-    attention_module.compiled_flex.cache_clear()
+    flex_attention.compiled_flex.cache_clear()
 
 
 @pytest.mark.slow  # a compilation per case
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(
-    "lengths, alibi, causal",
+    "lengths, alibi, more",
     [
-        ([(200, 200)], False, False),
-        ([(20, 20), (1, 21), (1, 22), (1, 23)], True, True),  # a prompt, then token after token
+        ([(200, 200)], False, {"causal": False}),
+        ([(20, 20), (1, 21), (1, 22), (1, 23)], True, {}),  # a prompt, then token after token
+        ([(200, 200), (1, 201), (9, 209)], True, {"window": 30, "softcap": 1.0}),
+        ([(300, 300)], False, {"window": 0, "documents": True}),
     ],
 )
-def test_flex_equals_the_loop(lengths, alibi, causal, fresh_compiler):
+def test_flex_equals_the_formula(lengths, alibi, more, fresh_compiler):
     """Forward only: FlexAttention has no backward on a CPU."""
     slopes = alibi_slopes(4) if alibi else None
-    for n_queries_and_keys in lengths:
-        q, k, v = (x.float() for x in qkv(lengths=n_queries_and_keys, head_dim=64))
+    for n_queries, n_keys in lengths:
+        q, k, v = (x.float() for x in qkv(lengths=(n_queries, n_keys), head_dim=64))
+        settings = more | {"alibi_slopes": slopes}
+        if settings.pop("documents", False):
+            settings["sequence_ids"] = torch.arange(n_keys)[None] // 70
         with torch.no_grad():
-            found = attention(q, k, v, impl="flex", alibi_slopes=slopes, causal=causal)
-        exact = by_hand(q.double(), k.double(), v.double(), slopes, causal)
+            found = attention(q, k, v, impl="flex", **settings)
+        exact = attention(q.double(), k.double(), v.double(), impl="reference", **settings)
         assert relative_error(found, exact) < 1e-5
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
-@pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa", "flex", "triton"])
+@pytest.mark.parametrize(
+    "impl, more",
+    [
+        *((impl, {}) for impl in ("reference", "blocks", "sdpa", "flex", "triton")),
+        *((impl, {"window": 30, "softcap": 1.0}) for impl in ("blocks", "flex", "triton")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("alibi", [False, True])
-def test_on_a_gpu_all_agree_forward_and_backward(impl, alibi):
+def test_on_a_gpu_all_agree_forward_and_backward(impl, more, alibi):
     device = torch.device("cuda")
     inputs = [x.to(device, torch.bfloat16) for x in qkv((4, 2), (200, 200), 64)]
     slopes = alibi_slopes(4, device=device) if alibi else None
     leaves = [x.clone().requires_grad_() for x in inputs]
-    out = attention(*leaves, impl=impl, alibi_slopes=slopes)
+    out = attention(*leaves, impl=impl, alibi_slopes=slopes, **more)
     gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
     exact_leaves = [x.cpu().double().requires_grad_() for x in inputs]
-    exact = by_hand(*exact_leaves, alibi_slopes(4) if alibi else None)
+    exact = by_hand(*exact_leaves, alibi_slopes(4) if alibi else None, **more)
     exact_gradients = torch.autograd.grad(exact, exact_leaves, torch.ones_like(exact))
     for found, wanted in zip((out, *gradients), (exact, *exact_gradients), strict=True):
         assert relative_error(found.detach().cpu().double(), wanted.detach()) < 2e-2
@@ -243,7 +270,7 @@ def test_long_rows_in_bf16_lose_little_more_than_the_rounding_of_the_output(long
     q, k, v, slopes, exact = long_rows
     error = rms(attention(q, k, v, impl="sdpa", alibi_slopes=slopes) - exact)
     assert error < 1.5 * rms(exact.bfloat16() - exact)
-    wide = [x.float() for x in attention_module.with_alibi_columns(q, k, v, slopes, 1 / 8)]
+    wide = [x.float() for x in with_alibi_columns(q, k, v, ScoreRule(1 / 8, slopes))]
     in_fp32 = F.scaled_dot_product_attention(*wide, is_causal=True, scale=1 / 8)[..., :64]
     assert relative_error(in_fp32, exact) < 1e-5
 
@@ -297,6 +324,28 @@ def test_documents_do_not_see_each_other(impl, alibi, lengths):
 
     for a, b in zip(together, output_and_gradients(one_by_one, inputs), strict=True):
         assert (a - b).abs().max() < 1e-6 * b.abs().max().clamp(min=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["blocks", "sdpa"])
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("lengths", [(1, 65), (65, 65), (40, 65)])
+def test_documents_within_a_window(impl, window, lengths):
+    ids = torch.stack([torch.arange(65) // 30, torch.zeros(65).long()])
+    more = {"alibi_slopes": alibi_slopes(4), "sequence_ids": ids, "window": window}
+    found, exact = (
+        output_and_gradients(
+            lambda q, k, v, way=way: attention(q, k, v, impl=way, **more),
+            qkv(lengths=lengths, batch=2),
+        )
+        for way in (impl, "reference")
+    )
+    for a, b in zip(found, exact, strict=True):
+        assert (a - b).abs().max() < 1e-6
+
+
+def test_sdpa_refuses_a_softcap():
+    with pytest.raises(UserError, match="attn_impl=sdpa has no softcap: use auto"):
+        attention(*qkv(), impl="sdpa", softcap=1.0)
 
 
 # --- blocks
@@ -384,7 +433,10 @@ def triton_runs(monkeypatch):
         ({}, "triton"),
         ({"head_dim": 128, "dtype": torch.float16}, "triton"),
         ({"masked": False}, "sdpa"),  # flash and cuDNN do that faster
-        ({"softcap": 30.0}, "flex"),
+        ({"masked": False, "softcap": 30.0}, "triton"),
+        ({"dtype": torch.float32, "softcap": 30.0}, "flex"),
+        ({"dropout_p": 0.1, "softcap": 30.0}, "blocks"),  # flex has no dropout
+        ({"device": torch.device("mps"), "softcap": 30.0}, "blocks"),
         ({"dtype": torch.float32}, "sdpa"),
         ({"head_dim": 160}, "sdpa"),
         ({"dropout_p": 0.1}, "sdpa"),
@@ -399,7 +451,7 @@ def test_auto(change, chosen, triton_runs):
 
 def test_a_single_query_takes_the_kernel_only_if_it_is_right_for_one(triton_runs, monkeypatch):
     """A single query has a launch row of its own. Compared are both rows."""
-    monkeypatch.setattr(first_use, "is_right", lambda gpu, head_dim, one_query: not one_query)
+    monkeypatch.setattr(first_use, "is_right", lambda gpu, dim, one_query, _: not one_query)
     taken = []
     monkeypatch.setattr(attention_module, "triton_attention", lambda *a: taken.append(a[0].shape))
     on_a_gpu = lambda impl, device, *rest: choose(impl, GPU, *rest)  # noqa: E731
@@ -446,7 +498,8 @@ def test_auto_without_triton_or_without_a_compiler_for_it(triton_runs, monkeypat
 
 
 def test_without_triton_the_error_names_another_implementation(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gpu_kernels.flash_attention", None)
+    monkeypatch.delitem(sys.modules, "gpu_kernels.flash_attention", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UserError, match="attn_impl=triton needs triton.*attn_impl=sdpa"):
         attention(*qkv(), impl="triton")
 

@@ -104,6 +104,7 @@ def attention_binary(
     group=1,
     dtype="bfloat16",
     lengths=(256, 256),
+    softcap=None,
 ):
     """The binary of one pass ("forward", "dq" or "dkdv") of attention over 4 heads of D on `arch`.
 
@@ -115,8 +116,9 @@ def attention_binary(
     bounds = torch.zeros(1, 2, lengths[1], dtype=torch.int32) if documents else None
     name = flash_attention.KERNELS[pass_name].__name__
     with for_chip(arch, flash_attention, only=name) as binaries:
-        out, lse = flash_attention.forward_operator(q, k, k, slopes, bounds, causal, 0.125)
-        flash_attention.backward_operator(out, q, k, k, out, lse, slopes, bounds, causal, 0.125)
+        settings = slopes, bounds, causal, 0.125, softcap
+        out, lse = flash_attention.forward_operator(q, k, k, *settings)
+        flash_attention.backward_operator(out, q, k, k, out, lse, *settings)
     return binaries[name]
 
 

@@ -27,9 +27,13 @@ def planted(fault: str):
         losses, log_z = loss(logits, *rest)
         return losses.fill_(torch.nan), log_z
 
+    def not_capped(*qkv, softcap, **settings):
+        return attend(*qkv, **settings)
+
     module, name, replacement = {
         "none": (first_use, "LIMIT", first_use.LIMIT),
         "steeper": (flash_attention, "flash_attention", steeper),
+        "not capped": (flash_attention, "flash_attention", not_capped),
         "not finite": (cross_entropy, "cross_entropy_gradient_", not_finite),
         "fails": (flash_attention, "flash_attention", lambda *_, **__: 1 / 0),
     }[fault]
@@ -41,12 +45,12 @@ def planted(fault: str):
     first_use.is_right.cache_clear()
 
 
-def answers(world, fault, head_dim):
+def answers(world, fault, head_dim, softcap):
     """(two answers, stderr, a random number after them), asked where a model asks."""
     said, found = io.StringIO(), []
 
     def layer(x):
-        found.append(first_use.suits(CPU, head_dim))
+        found.append(first_use.suits(CPU, head_dim, softcap=softcap))
         return x.sin().exp()
 
     with planted(fault), contextlib.redirect_stderr(said):
@@ -59,19 +63,22 @@ def answers(world, fault, head_dim):
 
 
 @pytest.mark.parametrize(
-    "fault, head_dim, words",
+    "fault, head_dim, softcap, words",
     [
-        ("none", 0, ""),
-        ("none", 128, ""),
-        ("steeper", 64, "attention uses sdpa"),
-        ("steeper", 0, ""),
-        ("not finite", 0, "the loss uses PyTorch's operators.* nan"),
-        ("fails", 128, "attention uses sdpa.* division by zero"),
+        ("none", 0, False, ""),
+        ("none", 128, False, ""),
+        ("none", 64, True, ""),
+        ("steeper", 64, False, "attention uses sdpa"),
+        ("steeper", 0, False, ""),
+        ("not capped", 64, False, ""),
+        ("not capped", 64, True, "attention uses flex"),
+        ("not finite", 0, False, "the loss uses PyTorch's operators.* nan"),
+        ("fails", 128, False, "attention uses sdpa.* division by zero"),
     ],
 )
-def test_a_kernel_with_a_fault_is_not_used(interpreted, fault, head_dim, words):
+def test_a_kernel_with_a_fault_is_not_used(interpreted, fault, head_dim, softcap, words):
     """One line says so. The caller's autocast, recomputation and random numbers do no harm."""
-    found, said, number = interpreted(answers, fault, head_dim)[0]
+    found, said, number = interpreted(answers, fault, head_dim, softcap)[0]
     assert found == [not words] * 2  # forward, and again in the backward
     assert said.count("\n") == bool(words) and re.match(words, said)
     assert number == torch.rand((), generator=torch.Generator().manual_seed(5))

@@ -11,6 +11,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import refusal, slowly
 from tracing.tracer import Tracer
 
@@ -40,6 +41,8 @@ DEFAULT = dict(
     alibi=True,
     causal=True,
     documents=False,
+    window=None,
+    softcap=None,
     scale=None,
     layout="fused",
     row=None,  # launch settings instead of the table's
@@ -95,6 +98,8 @@ def run(case, tensors):
         causal=case["causal"],
         softmax_scale=case["scale"],
         sequence_ids=ids,
+        window=case["window"],
+        softcap=case["softcap"],
     )
     return [out.detach(), *torch.autograd.grad(out, leaves, do)]
 
@@ -110,7 +115,15 @@ def errors_of(case, device="cpu"):
 
     q, k, v, slopes, ids, do = (x if x is None else x.cpu() for x in tensors)
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out = kernels.reference_attention(*leaves, slopes, case["causal"], case["scale"], ids)
+    out = kernels.reference_attention(
+        *leaves,
+        slopes,
+        case["causal"],
+        case["scale"],
+        ids,
+        case["window"],
+        case["softcap"],
+    )
     exact = [out.detach(), *torch.autograd.grad(out, leaves, do.double())]
 
     assert all(x.isfinite().all() for x in found)
@@ -143,12 +156,17 @@ ON_THE_DIAGONAL = [
 QUICK = [*FLAGS, dict(lengths=(1, 65)), dict(D=80, heads=(1, 1)), dict(layout="cache", batch=2)]
 QUICK += [dict(lengths=(65, 17))]  # more queries than keys: the first rows see no key when causal
 QUICK += [dict(D=96, dtype=dtype) for dtype in ("float16", "bfloat16")]  # 96: two widths
+QUICK += [dict(window=0), dict(window=20, documents=True), dict(window=20, lengths=(1, 65))]
+QUICK += [dict(softcap=1.0), dict(softcap=1.0, window=20, lengths=(17, 65), alibi=False)]
 
 SLOW = [dict(lengths=(1, 1)), dict(lengths=(127, 1)), dict(lengths=(127, 127), documents=True)]
 SLOW += [dict(lengths=(17, 200), documents=True, causal=c) for c in (True, False)]
 SLOW += [dict(lengths=(65, 17), causal=False), dict(heads=(7, 1), D=17), dict(D=128)]
 SLOW += [dict(lengths=(140, 140), row=row, heads=(1, 1), documents=True) for row in ROWS]
 SLOW += [dict(layout="transposed", batch=2), dict(scale=0.01, alibi=False)]
+SLOW += [dict(window=window, lengths=(140, 140), heads=(2, 1)) for window in (1, 64, 139, 500)]
+SLOW += [dict(softcap=c, causal=False, heads=(2, 1), D=96) for c in (0.5, 50.0)]
+SLOW += [dict(softcap=1.0, window=50, documents=True, lengths=(140, 140), row=ROWS[0])]
 SLOW += [dict(dtype="bfloat16"), dict(dtype="bfloat16", D=128, heads=(7, 1)), *ON_THE_DIAGONAL]
 CASES = QUICK + SLOW
 
@@ -232,6 +250,8 @@ def sweep(world, examples, seed):
                 "alibi": st.booleans(),
                 "causal": st.booleans(),
                 "documents": st.booleans(),
+                "window": st.sampled_from([None, None, 0, 9, 40, 200]),
+                "softcap": st.sampled_from([None, 1.0]),
                 "scale": st.sampled_from([None, 0.05]),
                 "layout": st.sampled_from(["fused", "cache", "transposed"]),
                 "row": st.sampled_from([None, (16, 64, 4, 1), *ROWS]),
@@ -242,6 +262,8 @@ def sweep(world, examples, seed):
     def check(case):
         if case["lengths"][0] > case["lengths"][1]:
             case["documents"] = False
+        if not case["causal"]:
+            case["window"] = None
         assert max(errors_of(case)) < LIMITS["float32"], case
 
     try:
@@ -330,7 +352,13 @@ def error_of_a_step(world, more):
 
 
 @pytest.mark.parametrize(
-    "more", [{"alibi": True, "kv_n_heads": 2}, slowly({"rope": True})], ids=str
+    "more",
+    [
+        {"alibi": True, "kv_n_heads": 2},
+        {"sliding_window_size": 5, "attn_logit_softcapping": 1.0},
+        slowly({"rope": True}),
+    ],
+    ids=str,
 )
 def test_a_captured_step_equals_the_whole_text_in_fp64(more, interpreted):
     assert interpreted(error_of_a_step, more)[0] < 1e-5
@@ -402,40 +430,50 @@ def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, compiles, interpret
         assert (a - b).abs().max() <= 1e-5 * largest
 
 
-def one_gradient(world, heads, documents, T):
+def one_gradient(world, heads, documents, compiles):
     """Whether the gradient of a fused projection's output is equal, made in one piece and joined.
 
     Also the operations of autograd's backward when it is made in one piece.
     """
     H, Hkv = heads
     D = 16
+    T = 20
     slopes = alibi_slopes(H)
     ids = torch.arange(T)[None].expand(2, -1) // 8 if documents else None
-    wide = torch.randn(2, T, (H + 2 * Hkv) * D, generator=torch.Generator().manual_seed(0))
-    do = torch.randn(2, H, T, D, generator=torch.Generator().manual_seed(1))
-    gradients, outputs = [], []
-    for fused in (False, True):
-        qkv = wide.clone().requires_grad_()
+    x = torch.randn(2, T, 8, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn((H + 2 * Hkv) * D, 8, generator=torch.Generator().manual_seed(1))
+    do = torch.randn(2, T, H, D, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
+
+    def attend(bias, fused):
+        qkv = F.linear(x, weight, bias)
         q, k, v = (
-            x.view(2, T, -1, D).transpose(1, 2)
-            for x in qkv.split([H * D, Hkv * D, Hkv * D], dim=-1)
+            part.view(2, T, -1, D).transpose(1, 2)
+            for part in qkv.split([H * D, Hkv * D, Hkv * D], dim=-1)
         )
         extra = {"qkv": qkv} if fused else {}
-        out = kernels.flash_attention(q, k, v, alibi_slopes=slopes, sequence_ids=ids, **extra)
+        return kernels.flash_attention(q, k, v, alibi_slopes=slopes, sequence_ids=ids, **extra)
+
+    if compiles:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    gradients, outputs = [], []
+    for fused in (False, True):
+        bias = torch.zeros(len(weight), requires_grad=True)
+        out = attend(bias, fused)
         with Tracer() as trace:
-            gradients += torch.autograd.grad(out, qkv, do)
+            gradients += torch.autograd.grad(out, bias, do)
         outputs.append(out.detach())
     return torch.equal(*outputs) and torch.equal(*gradients), list(trace.counts())
 
 
 @pytest.mark.parametrize(
-    "heads, documents, T",
-    [((6, 2), True, 20), ((1, 1), False, 20), ((6, 2), False, 1)],
+    "heads, documents, compiles",
+    [((6, 2), True, False), ((1, 1), False, False), slowly((6, 2), True, True)],
 )
 def test_the_projections_gradient_comes_in_one_piece_with_the_same_bits(
-    heads, documents, T, interpreted
+    heads, documents, compiles, interpreted
 ):
-    equal, operations = interpreted(one_gradient, heads, documents, T)[0]
+    equal, operations = interpreted(one_gradient, heads, documents, compiles)[0]
     assert equal
     assert "aten::cat" not in operations and "aten::copy_" not in operations
     assert "mpt::flash_attention_backward" in operations
@@ -536,6 +574,7 @@ def refusals(world):
         "no gradient": dict(alibi_slopes=torch.ones(4, requires_grad=True)),
         "sequence_ids must be integers (2, 8)": dict(sequence_ids=ids[:, :7]),
         "no more queries than keys": dict(k=short, v=short, sequence_ids=ids[:, :6]),
+        "a window only with causal=True": dict(window=3, causal=False),
     }
     messages = {}
     for part, change in changes.items():
@@ -551,7 +590,7 @@ def refusals(world):
 
 def test_bad_input_is_a_value_error_that_says_what_to_do(interpreted):
     messages = interpreted(refusals)[0]
-    assert len(messages) == 8
+    assert len(messages) == 9
     for part, message in messages.items():
         assert part in message
         assert "\n" not in message
@@ -584,12 +623,13 @@ def test_a_head_is_held_with_little_waste(head_dim, widths):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_obvious_version_is_that_of_the_model(documents, causal):
+@pytest.mark.parametrize("causal, window, softcap", [(False, None, 1.0), (True, 3, None)])
+def test_the_obvious_version_is_that_of_the_model(documents, causal, window, softcap):
     case = DEFAULT | dict(lengths=(7, 12), D=8, heads=(4, 2), documents=documents)
     q, k, v, slopes, ids, _ = tensors_of(case)
     q, k, v = (x.double() for x in (q, k, v))
     more = dict(alibi_slopes=slopes, causal=causal, softmax_scale=0.3, sequence_ids=ids)
+    more |= dict(window=window, softcap=softcap)
     models = attention(q, k, v, impl="reference", **more)
     assert (kernels.reference_attention(q, k, v, **more) - models).abs().max() < 1e-12
 

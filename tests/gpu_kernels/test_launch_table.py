@@ -83,7 +83,7 @@ HARDEST = {
     "dkdv": dict(documents=True, group=4),
 }
 OTHERS = [dict(causal=False), dict(documents=True), dict(group=4)]
-OTHERS += [dict(dtype="float16"), dict(dtype="float32")]
+OTHERS += [dict(dtype="float16"), dict(dtype="float32"), dict(softcap=30.0)]
 OTHERS += [dict(lengths=(1, 77)), dict(lengths=(1, 1), documents=True)]
 OTHERS += [dict(lengths=(33, 77), causal=False)]
 OF_A_STEP = dict(lengths=(1, 512), documents=True, group=4)  # takes ONE_QUERY
@@ -142,8 +142,8 @@ def check(case, found):
     assert found["warp"] == warp_size(arch)
     assert found["shared"] <= SHARED[arch]
     assert found["tensor_memory"] <= TENSOR_MEMORY
-    if settings.get("dtype") == "float32":
-        return  # the fallback row: it must fit, and need not be fast
+    if settings.get("dtype") == "float32" or settings.get("softcap"):
+        return  # no row was chosen for these: it must fit, and need not be fast
     is_one_query = pass_name == "forward" and settings.get("lengths", (0, 0))[0] == 1
     assert found["matrix"] + is_one_query * found["of one warp"] > 0
     assert found["wide_loads"] > 0 or D < 64  # 16 bytes a thread

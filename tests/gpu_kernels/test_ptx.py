@@ -56,6 +56,8 @@ CASES = [
     ("sm_80", dict(D=64, causal=False, dtype="float16")),
     ("sm_90", FIRST),
     ("sm_90", dict(D=128, documents=True, alibi=False, Hkv=2)),
+    ("sm_80", dict(D=64, window=40, softcap=2.0)),
+    ("sm_90", dict(D=64, softcap=2.0)),
 ]
 MORE = [dict(D=64, dtype="float32"), *(case for _, case in CASES)]
 OTHER_CHIPS = ("sm_86", "sm_89", "sm_120")

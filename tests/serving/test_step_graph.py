@@ -5,6 +5,7 @@ itself runs here: static memory, buckets of rows and columns, what is hidden fro
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from test_engine import (
 )
 from tracing import recorded
 
+import attention
+from config import MPTConfig
 from serving import step_graph
 from serving.decoder import generate
 from serving.engine import Engine
@@ -86,9 +89,12 @@ def test_every_bucket_of_rows_and_columns(n_rows, more, made, monkeypatch):
     assert torch.equal(torch.stack(captured), torch.stack(wanted))
 
 
-def test_logits_are_those_of_a_step_that_is_not_captured(made):
+@pytest.mark.parametrize(
+    "positions", [{"alibi": True}, {"rope": True, "sliding_window_size": 6}], ids=str
+)
+def test_logits_are_those_of_a_step_that_is_not_captured(positions, made):
     """In fp64 up to rounding, left and right of each bucket's edge."""
-    decode = decoder(model(alibi=True, kv_n_heads=2).double())
+    decode = decoder(model(kv_n_heads=2, **positions).double())
     ids, pad = prompt_and_pads(3)
     graphs = step_graph.borrow(decode, 4, 40)
     cache, plain = graphs.empty(3, pad), decode.model.new_cache(3, 40, torch.float64, pad)
@@ -99,6 +105,26 @@ def test_logits_are_those_of_a_step_that_is_not_captured(made):
             ids = random_ids((3, 1), seed=column)
             torch.testing.assert_close(graphs(ids, cache), decode(ids, plain), atol=1e-12, rtol=0)
     assert [key[1] for key in graphs.graphs] == [8, 16, 32, 40]
+
+
+@pytest.mark.parametrize(
+    "more, dtype, is_captured",
+    [
+        ({"sliding_window_size": 6}, torch.float32, True),  # SDPA with a mask
+        ({"attn_logit_softcapping": 30.0}, torch.bfloat16, True),  # the kernel
+        ({"attn_logit_softcapping": 30.0}, torch.float32, False),
+    ],
+    ids=str,
+)
+def test_steps_are_captured_where_attention_can_hide_columns(more, dtype, is_captured, monkeypatch):
+    def in_16_bits(impl, device, dtype, *rest, **named):
+        """As `attention.choose` on an H100."""
+        return "triton" if dtype == torch.bfloat16 else "sdpa"
+
+    monkeypatch.setattr(attention, "choose", in_16_bits)
+    gpu = torch.device("cuda", 0)
+    decode = SimpleNamespace(device=gpu, cache_dtype=dtype, cfg=MPTConfig(**more))
+    assert step_graph.suits(decode) == is_captured
 
 
 def test_generate_keeps_its_graphs_and_two_at_a_time_do_not_share_memory(made):
