@@ -62,7 +62,7 @@ from loss import (
     loss_rows,
     soft_capped,
 )
-from model import MPT, Attention, LayerNorm, RMSNorm, init_weights, norm_dtype
+from model import MPT, Attention, GatedFFN, LayerNorm, RMSNorm, init_weights, norm_dtype
 from program import UserError, arguments, require
 
 # --------------------------------------------------------------------------------------------------
@@ -239,6 +239,15 @@ class SplitRMSNorm(RMSNorm):
         squares = x.square().sum(-1, keepdim=True)
         mean = sum_both_ways(squares, self.team) / self.n_features
         return (x * (mean + self.eps).rsqrt() * self.weight).to(dtype)
+
+
+class SplitGatedFFN(GatedFFN):
+    """A gated feed-forward for this rank's features: its two first layers share one input."""
+
+    def forward(self, x):
+        """x (B, T, d_model), or this rank's tokens of it -> the same shape."""
+        x = enter(x.to(autocast_dtype(x)), self)
+        return self.down_proj(self.act(self.gate_proj.share(x)) * self.up_proj.share(x))
 
 
 class SplitEmbedding(nn.Embedding):
@@ -577,6 +586,7 @@ CUT = {
     "q_ln": SplitNorm,
     "k_ln": SplitNorm,
     "attn": SplitAttention,
+    "ffn": SplitGatedFFN,  # a plain one stays as it is
     "wte": SplitEmbedding,
     "wpe": SplitPositions,
     "": SplitMPT,
@@ -606,7 +616,9 @@ def cut(model: MPT, team: Team) -> None:
         known = not weights or kind in CUT or kind in UNCHANGED
         require(known, f"tp does not know how to cut {name}: add it to tensor_parallel.CUT")
         norms_heads = kind in ("q_ln", "k_ln") and model.cfg.qk_gn
-        if kind not in CUT or norms_heads or (kind == "k_ln" and layout.shares_kv):
+        norms_shared_head = kind == "k_ln" and layout.shares_kv
+        is_plain = kind == "ffn" and not isinstance(module, GatedFFN)
+        if kind not in CUT or norms_heads or norms_shared_head or is_plain:
             continue
         split = SplitRMSNorm if isinstance(module, RMSNorm) else CUT[kind]
         fits = issubclass(split, type(module))
