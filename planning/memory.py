@@ -161,7 +161,7 @@ def saved_by_block(
 
     norm_input = norm_width(m, precision) * d // parts_of_tokens
     qkv_copies = 2 if m.clip_qkv else 1  # q, k, v are views of Wqkv's output; clamp makes a copy
-    repeats_kv = part.kv < part.q and m.attn_impl != "triton" and not m.alibi
+    repeats_kv = part.kv < part.q and not takes_triton(m)
     # A norm keeps the mean and 1/std of what it norms, RMSNorm 1/rms alone, in fp32.
     statistics = 4 if m.norm_type.endswith("rmsnorm") else 8
     is_gated, is_relu = m.ffn_type == "mptglu", m.ffn_act_fn == "relu"
@@ -198,6 +198,17 @@ def saved_by_block(
         "down_proj's input": 0 if is_relu and not is_gated else w * part.hidden,
         "norms' mean, 1/std": 2 * statistics // parts_of_tokens,
     }
+
+
+def takes_triton(m: MPTConfig) -> bool:
+    """Whether attention is our kernel, which needs no mask and no copies of shared keys.
+
+    It is if attn_impl says so. `auto` takes it in 16 bits as attention.choose says, on a GPU with
+    matrix instructions.
+    """
+    needs_mask = m.alibi or m.window is not None
+    suits = needs_mask and m.attn_logit_softcapping is None and m.head_dim <= 128
+    return m.attn_impl == "triton" or (m.attn_impl == "auto" and suits)
 
 
 def saved_beside_adapters(
