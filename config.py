@@ -477,6 +477,8 @@ FOREIGN_NAMES = {
     "d_model": "n_embd hidden_size",
     "n_layers": "depth",
     "max_seq_len": "block_size",
+    "sliding_window_size": "sliding_window",
+    "ffn_act_fn": "hidden_act",
     "lr": "learning_rate",
     "max_steps": "max_iters lr_decay_iters num_iterations max_duration",
     "microbatch_size": "batch_size device_batch_size device_train_microbatch_size",

@@ -3,9 +3,10 @@
     FLOPs of training on one token = 6 N + 12 L d S
 
 N: parameters, without an untied input embedding, which is a lookup. L: layers. d: width of all
-heads together. S: sequence length. A weight costs 2 FLOPs a token forward and 4 backward, hence
-6 N; frozen, 4 N. Attention costs 2 S d for q.k and 2 S d for p.v per layer and token forward, and
-three times that with the backward: 12 L d S. Low-rank adapters are counted matmul by matmul.
+heads together. S: sequence length; of a sliding window the keys that it shows, W + 1. A weight
+costs 2 FLOPs a token forward and 4 backward, hence 6 N; frozen, 4 N. Attention costs 2 S d for q.k
+and 2 S d for p.v per layer and token forward, and three times that with the backward: 12 L d S.
+Low-rank adapters are counted matmul by matmul.
 
     MFU = FLOPs per token x tokens/s / (devices x peak)         model FLOPs utilization: useful work
     HFU = 4/3 MFU with full activation checkpointing, else MFU  hardware FLOPs: two forwards
@@ -529,6 +530,8 @@ def params_table(cfg: MPTConfig, figures: dict) -> str:
     counts = {**figures["params"], "all (N)": total, "adapters (N_lora)": figures["n_lora"]}
     rows = [(name, f"{n:,}", f"{n / total:.2%}") for name, n in counts.items() if n]
     shape = f"{cfg.n_layers} layers, {cfg.n_heads} heads, sequence {cfg.max_seq_len}"
+    if cfg.window is not None:
+        shape += f", S = {cfg.keys_seen} keys in the window"
     table = program.table(("parameters", "number", "share"), rows)
     return f"d_model {cfg.d_model}, {shape}\n\n{table}\n"
 

@@ -286,9 +286,9 @@ class StepTime:
         two all-reduces forward and two backward, and one each for the embedding and the loss. With
         sequence parallelism, gathers and scatters of the same size take their place. A recomputed
         block repeats its forward up to down_proj's input, or all of it. qk_ln sums the mean and the
-        variance, with RMSNorm the squares alone. No gradient goes below the first adapter. Left out, as they are small: the
-        statistics of the loss, the gradients of norms, what adapters send, the gradient of a tied
-        embedding between the first stage and the last.
+        variance, or with RMSNorm the squares alone. No gradient goes below the first adapter. Left
+        out, as they are small: the statistics of the loss, the gradients of norms, what adapters
+        send, the gradient of a tied embedding between the first stage and the last.
         """
         stream = 2 * self.tokens * self.m.d_model
         again = 3 if self.cfg.sequence_parallel else 2

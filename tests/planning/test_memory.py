@@ -25,6 +25,7 @@ MID = MPTConfig(
 )
 # Few ids: else one chunk of logits is the most of all moments.
 FEW_IDS = dataclasses.replace(MID, vocab_size=64, n_layers=4)
+GATED = {"ffn_type": "mptglu", "ffn_act_fn": "silu", "norm_type": "rmsnorm"}
 ADAPTERS = {"init_from": "base", "lora_rank": 8}
 NONE, SELECTIVE, FULL = (
     {"activation_checkpointing": mode} for mode in ("none", "selective", "full")
@@ -88,7 +89,8 @@ def test_adapters_on_pipeline_stages_by_hand(stage):
 def test_tensor_ranks_have_the_parameters_that_the_trainer_cuts():
     """Of the last rank, whose parts are the largest where a width does not divide."""
     small = {"d_model": 64, "n_heads": 8, "n_layers": 2, "vocab_size": 99, "max_seq_len": 16}
-    for more in ({"kv_n_heads": 1, "qk_ln": True}, {"kv_n_heads": 4, "no_bias": True}):
+    gated = GATED | {"kv_n_heads": 4, "qk_gn": True}
+    for more in ({"kv_n_heads": 1, "qk_ln": True}, {"kv_n_heads": 4, "no_bias": True}, gated):
         m = MPTConfig(**small, **more, attn_impl="sdpa", expansion_ratio=130 / 64)
         for tp in (1, 2, 4):
             cut = tensor_parallel.Layout(m, tp - 1, tp)
@@ -202,8 +204,6 @@ GATHERS = {"sequence_parallel": True}
 FULL_SHARD, ZERO1, DDP, HYBRID_SHARD, SHARD_GRAD_OP = (
     {"sharding": mode} for mode in ("FULL_SHARD", "ZERO1", "DDP", "HYBRID_SHARD", "SHARD_GRAD_OP")
 )
-
-GATED = {"ffn_type": "mptglu", "ffn_act_fn": "silu", "norm_type": "rmsnorm"}
 
 COUNTED = [  # changes to the model, settings, precision
     ({}, {**TWO, **SELECTIVE}, "bf16"),

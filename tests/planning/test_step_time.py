@@ -155,9 +155,12 @@ def traced(m, cfg, ranks, stage=0) -> tuple[float, int, int]:
 BLOCK = {"d_model": 128, "n_heads": 8, "vocab_size": 1024, "max_seq_len": 64, "attn_impl": "sdpa"}
 GATHERS = {"sequence_parallel": True}
 AGAIN = {mode: {"activation_checkpointing": mode} for mode in ("none", "selective", "full")}
+GATED = {"ffn_type": "mptglu", "norm_type": "rmsnorm"}
 SPLITS = [  # tp, data-parallel ranks, stages and which one, layers, settings, changes to the model
     (2, 1, 1, 0, 2, {**AGAIN["selective"], **GATHERS}, {"kv_n_heads": 1, "qk_ln": True}),
     (1, 2, 3, 1, 4, AGAIN["selective"], {}),
+    (2, 1, 1, 0, 2, AGAIN["full"], {**GATED, "qk_ln": True, "sliding_window_size": 9}),
+    slowly(2, 1, 1, 0, 2, {**AGAIN["selective"], **GATHERS}, {**GATED, "qk_gn": True}),
     slowly(4, 2, 1, 0, 2, AGAIN["full"], {"kv_n_heads": 4, "vocab_size": 1027}),
     slowly(2, 1, 3, 1, 5, {**AGAIN["selective"], **GATHERS}, {}),
     slowly(2, 2, 1, 0, 3, {**AGAIN["none"], **GATHERS}, {"kv_n_heads": 1}),
