@@ -5,7 +5,7 @@ features separately. The first weight W is cut by its output features, the secon
 input features. So each of n ranks computes its share from one end to the other, and the shares are
 added up once. For n = 2, with Y_i what comes out of the heads or of GELU:
 
-    column   X [W_1 W_2]           = [X W_1, X W_2]            Wqkv (whole heads), up_proj
+    column   X [W_1 W_2]           = [X W_1, X W_2]            Wqkv (whole heads), gate_ and up_proj
     row      [Y_1 Y_2] [U_1; U_2]  = Y_1 U_1 + Y_2 U_2         out_proj, down_proj
 
                rank 0:  X W_1 -> heads or GELU -> Y_1 U_1 \
@@ -646,8 +646,8 @@ def sum_partial_gradients(model: MPT) -> None:
     """
     layout, grads = model.layout, []
     for name, param in model.named_parameters():
-        is_partial = layout.spans(name) or is_adapter(name) or is_norm_of_heads(name)
-        is_partial = is_partial or model.team.sequence_parallel
+        is_partial = model.team.sequence_parallel or layout.spans(name) or is_adapter(name)
+        is_partial = is_partial or is_norm_of_heads(name)
         if param.grad is None or not is_partial:
             continue
         pieces = layout.pieces(name, param.grad)

@@ -26,10 +26,10 @@ checkpointing keeps 22 d_model per token ("selective") or 2 d_model ("full") ins
 adapters (lora.py) they alone train: 2 bytes of each frozen weight of a matrix in bf16, else 4,
 without gradient or moments. A frozen layer does not keep its input, but its adapter does.
 
-The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no dropout, and
-the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or mps, or
-tensor parallelism cuts the vocabulary. Fragmentation of the allocator, the driver and network
-buffers come on top.
+The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`), RMSNorm in one
+operation, as on a GPU, and no dropout; and the loss of a GPU with Triton
+(gpu_kernels/cross_entropy.py) unless `device` is cpu or mps, or tensor parallelism cuts the
+vocabulary. Fragmentation of the allocator, the driver and network buffers come on top.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
@@ -164,7 +164,6 @@ def saved_by_block(
     repeats_kv = part.kv < part.q and not takes_triton(m)
     # A norm keeps the mean and 1/std of what it norms, RMSNorm 1/rms alone, in fp32.
     statistics = 4 if m.norm_type.endswith("rmsnorm") else 8
-    is_gated, is_relu = m.ffn_type == "mptglu", m.ffn_act_fn == "relu"
     normed = 0  # q and k, and what their norms keep
     if m.qk_gn:
         whole = 4 if norm_width(m, precision) > w else 0
@@ -192,10 +191,10 @@ def saved_by_block(
         "logsumexp": 4 * part.heads,
         "norm_2's input": norm_input,
         "up_proj's input": w * d,  # and gate_proj's
-        # A ReLU keeps its output instead: the gate, or what down_proj keeps, too.
-        "activation's input": 0 if is_gated and is_relu else w * part.hidden,
-        "gate and up": 2 * w * part.hidden if is_gated else 0,  # the two factors
-        "down_proj's input": 0 if is_relu and not is_gated else w * part.hidden,
+        # A ReLU keeps its output instead: a factor, or down_proj's input.
+        "activation's input": 0 if m.ffn_act_fn == "relu" else w * part.hidden,
+        "gate and up": 2 * w * part.hidden if m.ffn_type == "mptglu" else 0,  # the two factors
+        "down_proj's input": w * part.hidden,
         "norms' mean, 1/std": 2 * statistics // parts_of_tokens,
     }
 
@@ -225,6 +224,7 @@ def saved_beside_adapters(
     of_up = after_attention or "up_proj" in adapted  # has up_proj's output a gradient?
     of_gate = after_attention or "gate_proj" in adapted
     is_gated = saved["gate and up"] > 0
+    of_relu = of_up and not is_gated and not saved["activation's input"]
     needed = {
         "norm_1's input": input_has_gradient,
         "Wqkv's input": "Wqkv" in adapted,
@@ -233,7 +233,7 @@ def saved_beside_adapters(
         "up_proj's input": "up_proj" in adapted or "gate_proj" in adapted,
         "activation's input": of_gate if is_gated else of_up,
         "gate and up": (of_gate + of_up) / 2,  # each for the gradient of the other one
-        "down_proj's input": "down_proj" in adapted,
+        "down_proj's input": "down_proj" in adapted or of_relu,
         "norms' mean, 1/std": (input_has_gradient + after_attention) / 2,  # of two norms
     }
     return {name: n * needed.get(name, in_attention) for name, n in saved.items()}
@@ -730,9 +730,8 @@ def matmul_workspace(rank: Rank, block: Block) -> int:
     The gradients of x, of GELU's output and of the weight. Sequence parallelism first gathers that
     of x for all tokens: in parts, which then are joined. A frozen weight has none, but GELU's
     output has a second one, by way of the adapter. (Without an adapter, GELU's input has one, and
-    its output was not kept.) A product of two factors takes more in its own backward: when its
-    value is freed, there are its gradient and those of the factors. So does a ReLU, which keeps its
-    output and so down_proj's input.
+    its output was not kept.) The product of a gate takes more in its own backward: its gradient and
+    those of both factors, when its value is freed. So does a ReLU, whose value is not freed.
     """
     rows = rank.tokens if rank.adapted else rank.m.d_model
     n_bytes = rank.width * (rank.tokens + rows) * rank.part.hidden
@@ -741,11 +740,12 @@ def matmul_workspace(rank: Rank, block: Block) -> int:
     if block.recomputed and "up_proj" in rank.adapted and "down_proj" not in rank.adapted:
         n_bytes += rank.residual_bytes  # up_proj again: its product, the update and their sum
     later = 0
-    if rank.m.ffn_type == "mptglu" or rank.m.ffn_act_fn == "relu":
+    is_gated = rank.m.ffn_type == "mptglu"
+    if is_gated or rank.m.ffn_act_fn == "relu":
         later = 2 * rank.tokens
-        if rank.adapted and "down_proj" not in rank.adapted:
-            later += rank.tokens  # down_proj's input was not kept, so it is not freed
-        elif not rank.adapted and not (rank.accumulates and rank.dp == 1):
+        if rank.adapted:  # a third one, unless down_proj's input is freed
+            later += rank.tokens * (is_gated != ("down_proj" in rank.adapted))
+        elif not (rank.accumulates and rank.dp == 1):
             later += rows  # the weight's gradient, not yet added to others
     n_bytes = max(n_bytes, rank.width * later * rank.part.hidden)
     return n_bytes + block.again + rank.residual_bytes // rank.token_parts
