@@ -271,12 +271,15 @@ def test_a_step_allocates_what_is_estimated(change, settings, precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, precision", [(8, "bf16"), (1, "fp32")])
-def test_a_gpus_loss_allocates_what_is_estimated(ranks, precision):
+@pytest.mark.parametrize(
+    "ranks, precision, softcap", [(8, "bf16", None), (1, "fp32", None), (1, "bf16", 30.0)]
+)
+def test_a_gpus_loss_allocates_what_is_estimated(ranks, precision, softcap):
     """Of more tokens than a chunk has, and a vocabulary whose logits take most of the memory."""
     pytest.importorskip("triton", reason="the kernel needs triton: see requirements-dev.txt")
     settings = {"batch": 10, "ranks": ranks, **FULL}
-    agree({"vocab_size": 32768}, settings, precision, device="cuda")
+    change = {"vocab_size": 32768, "final_logit_softcapping": softcap}
+    agree(change, settings, precision, device="cuda")
 
 
 @pytest.mark.slow

@@ -186,6 +186,16 @@ def test_a_rank_computes_and_sends_what_is_predicted(tp, dp, pp, stage, layers, 
         assert n * predicted == pytest.approx(sent, rel=0.03)
 
 
+@pytest.mark.parametrize("window", [0, 99, 1023, 5000])
+def test_a_window_takes_the_share_of_the_scores_that_it_shows(window):
+    whole = MPTConfig(**{**BLOCK, "max_seq_len": 1024})
+    windowed = replace(whole, sliding_window_size=window)
+    cfg = run(batch=1)
+    seconds = [StepTime(m, cfg, Fleet(A100, 1)).attention() for m in (windowed, whole)]
+    scores = [sum(min(i, width) for i in range(1, 1025)) for width in (window + 1, 1024)]
+    assert seconds[0] / seconds[1] == pytest.approx(scores[0] / scores[1], rel=2e-3)
+
+
 @pytest.mark.slow
 def test_blocks_below_the_first_adapter_send_nothing_backward():
     """A real step on fake tensors, with adapters on the last of three blocks."""
