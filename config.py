@@ -156,9 +156,8 @@ class MPTConfig:
             raise UserError(f"rope rotates pairs of channels: {odd}, change n_heads")
         if self.attn_pdrop and self.attn_impl in ("flex", "triton"):
             raise UserError(f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")
-        if self.attn_logit_softcapping and self.attn_impl in ("sdpa", "triton"):
-            problem = f"attn_impl={self.attn_impl} has no attn_logit_softcapping"
-            raise UserError(f"{problem}: set --attn_impl=auto")
+        if self.attn_logit_softcapping and self.attn_impl == "sdpa":
+            raise UserError("attn_impl=sdpa has no attn_logit_softcapping: use auto")
         if self.head_dim > 128 and self.attn_impl == "triton":
             fix = "use sdpa, or more heads"
             raise UserError(f"attn_impl=triton has head dims up to 128, not {self.head_dim}: {fix}")

@@ -172,9 +172,9 @@ def read(path: Path) -> list[dict]:
         require(is_sound, f"{path} is damaged ({files.shown(record)} is no record): delete it")
         circumstances = config.rename_keys(record["circumstances"])
         if isinstance(circumstances.get("model"), dict):
-            # A setting that did not exist when this was recorded has its default.
-            recorded = config.rename_keys(circumstances["model"])
-            circumstances["model"] = asdict(MPTConfig()) | recorded
+            # A setting that is newer than the record had its default then.
+            saved = config.rename_keys(circumstances["model"])
+            circumstances["model"] = asdict(MPTConfig()) | saved
         record["circumstances"] = circumstances
     return records
 

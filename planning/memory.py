@@ -205,9 +205,10 @@ def takes_triton(m: MPTConfig) -> bool:
     It is if attn_impl says so. `auto` takes it in 16 bits as attention.choose says, on a GPU with
     matrix instructions.
     """
-    needs_mask = m.alibi or m.window is not None
-    suits = needs_mask and m.attn_logit_softcapping is None and m.head_dim <= 128
-    return m.attn_impl == "triton" or (m.attn_impl == "auto" and suits)
+    if m.attn_impl != "auto":
+        return m.attn_impl == "triton"
+    needs_kernel = m.alibi or m.window is not None or m.attn_logit_softcapping is not None
+    return needs_kernel and m.head_dim <= 128 and m.attn_pdrop == 0
 
 
 def saved_beside_adapters(
