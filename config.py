@@ -212,14 +212,14 @@ class MPTConfig:
 
         UserError for one that this model does not have.
         """
-        own, chosen = list(self.linear_layers()), layers_named(lora_targets)
-        if lora_targets == "all":
+        own, named = list(self.linear_layers()), target_names(lora_targets)
+        if "all" in named:
             return own
-        for name in chosen:
+        for name in named:
             if name not in own:
                 has = f"a model with ffn_type={self.ffn_type} has {', '.join(own)}"
                 raise UserError(f"lora_targets names {name}, but {has}: remove it")
-        return chosen
+        return [name for name in own if name in named]
 
     def adapted_blocks(self, last_blocks: int) -> range:
         """The blocks that get adapters: the last ones, or all (0)."""
@@ -298,7 +298,7 @@ class TrainConfig:
     lora_alpha: Float[1e-6, 10**6] = 16.0  # the update is multiplied by alpha / rank
     rslora: bool = False  # multiply it by alpha / sqrt(rank)
     lora_dropout: Float[0, 0.99] = 0.0  # dropout on the input of each adapter
-    lora_targets: str = "all"  # layers that get one: Wqkv,out_proj,up_proj,down_proj
+    lora_targets: str = "all"  # layers that get one: Wqkv,out_proj,gate_proj,up_proj,down_proj
     lora_last_blocks: Int[0, 10**4] = 0  # give adapters to the last n blocks only (0 = all blocks)
     lora_train: str = ""  # train these, too: norms, biases, or norms,biases
     # --- data: one data set, or a mixture, --mix='NAME SHARE DATASET' for each source
@@ -371,7 +371,7 @@ class TrainConfig:
             raise UserError("run_dir is empty: set --run_dir=runs/NAME")
         split_names("track", self.track, TRACKERS)
         split_names("lora_train", self.lora_train, EXTRA_PARTS)
-        layers_named(self.lora_targets)
+        target_names(self.lora_targets)
         step_ranges(self.skip_steps)
 
         warmup, steps = self.warmup_steps, self.max_steps
@@ -429,12 +429,12 @@ class TrainConfig:
         return {"all": dp_size, "group": group, "none": 1}[self.sharding_mode.over]
 
 
-def layers_named(lora_targets: str) -> list[str]:
-    """The linear layers of "Wqkv,out_proj" or "all", in a block's order. Raises UserError."""
-    chosen = split_names("lora_targets", lora_targets, ["all", *LINEAR_LAYERS])
-    if not chosen:
+def target_names(lora_targets: str) -> list[str]:
+    """The words of `lora_targets`: names of linear layers, or "all". Raises UserError."""
+    named = split_names("lora_targets", lora_targets, ["all", *LINEAR_LAYERS])
+    if not named:
         raise UserError("lora_targets is empty: set --lora_targets=all")
-    return [name for name in LINEAR_LAYERS if name in chosen or "all" in chosen]
+    return named
 
 
 def step_ranges(text: str) -> list[range]:
@@ -476,6 +476,8 @@ FOREIGN_NAMES = {
     "d_model": "n_embd hidden_size",
     "n_layers": "depth",
     "max_seq_len": "block_size",
+    "sliding_window_size": "sliding_window",
+    "ffn_act_fn": "hidden_act",
     "lr": "learning_rate",
     "max_steps": "max_iters lr_decay_iters num_iterations max_duration",
     "microbatch_size": "batch_size device_batch_size device_train_microbatch_size",
@@ -484,7 +486,7 @@ FOREIGN_NAMES = {
     "run_dir": "save_folder",
     "Wqkv": "q_proj k_proj v_proj qkv_proj qkv query_key_value c_attn",
     "out_proj": "o_proj c_proj dense",
-    "up_proj": "gate_proj gate_up_proj c_fc fc1 fc_in dense_h_to_4h w1",
+    "up_proj": "gate_up_proj c_fc fc1 fc_in dense_h_to_4h w1",
     "down_proj": "fc2 fc_out dense_4h_to_h w2",
     "all": "all-linear",
 }

@@ -3,9 +3,10 @@
     FLOPs of training on one token = 6 N + 12 L d S
 
 N: parameters, without an untied input embedding, which is a lookup. L: layers. d: width of all
-heads together. S: sequence length. A weight costs 2 FLOPs a token forward and 4 backward, hence
-6 N; frozen, 4 N. Attention costs 2 S d for q.k and 2 S d for p.v per layer and token forward, and
-three times that with the backward: 12 L d S. Low-rank adapters are counted matmul by matmul.
+heads together. S: sequence length; of a sliding window the keys that it shows, W + 1. A weight
+costs 2 FLOPs a token forward and 4 backward, hence 6 N; frozen, 4 N. Attention costs 2 S d for q.k
+and 2 S d for p.v per layer and token forward, and three times that with the backward: 12 L d S.
+Low-rank adapters are counted matmul by matmul.
 
     MFU = FLOPs per token x tokens/s / (devices x peak)         model FLOPs utilization: useful work
     HFU = 4/3 MFU with full activation checkpointing, else MFU  hardware FLOPs: two forwards
@@ -180,9 +181,7 @@ def block_forward(cfg: MPTConfig) -> dict[str, int]:
     linear = {
         LINEARS[name]: 2 * n_out * n_in for name, (n_out, n_in) in cfg.linear_layers().items()
     }
-    attention = (
-        2 * cfg.d_model * attended_keys(cfg)
-    )  # grouped heads save nothing: all queries count
+    attention = 2 * cfg.d_model * attended_keys(cfg)  # of all queries: grouped heads save nothing
     of_attention = dict.fromkeys(ATTENTION, attention)
     return {"QKV": linear.pop("QKV"), **of_attention, **linear}
 
@@ -198,8 +197,8 @@ def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[
     adapted = cfg.adapted_layers(train.lora_targets) if i in adapted_blocks(cfg, train) else []
     adapted = {LINEARS[name]: cfg.linear_layers()[name] for name in adapted}
     first = first_backward(cfg, train)
-    # Does this part's input need a gradient? If norms or biases train, that of every part does.
-    needs_grad = not train.lora_rank or trains_vectors(cfg, train) or i > first
+    # If norms or biases train, the input of every part needs a gradient.
+    always = not train.lora_rank or trains_vectors(cfg, train) or i > first
     recomputes = checkpointing_of(train, i) if i >= first else "none"
     parts = {}
     of_adapters = dict.fromkeys(PASSES, 0)
@@ -207,6 +206,10 @@ def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[
     for part, forward in block_forward(cfg).items():
         is_attention = part in ATTENTION
         factors = 2 if is_attention else 1  # attention's two factors are both inputs
+        below = set(parts)
+        if part == "MLP up":
+            below -= {"MLP gate"}  # both have the same input
+        needs_grad = always or not below.isdisjoint(adapted)
         parts[part] = {
             "forward": forward,
             "input gradient": factors * forward * needs_grad,
@@ -221,7 +224,6 @@ def block_by_pass(cfg: MPTConfig, train: TrainConfig, i: int) -> dict[str, dict[
             of_adapters["input gradient"] += a * needs_grad + b
             of_adapters["weight gradient"] += a + b
             of_adapters["recomputed"] += a * (recomputes == "full") + b * repeats_b
-            needs_grad = True
     return {**parts, "adapters": of_adapters}
 
 
@@ -528,6 +530,8 @@ def params_table(cfg: MPTConfig, figures: dict) -> str:
     counts = {**figures["params"], "all (N)": total, "adapters (N_lora)": figures["n_lora"]}
     rows = [(name, f"{n:,}", f"{n / total:.2%}") for name, n in counts.items() if n]
     shape = f"{cfg.n_layers} layers, {cfg.n_heads} heads, sequence {cfg.max_seq_len}"
+    if cfg.window is not None:
+        shape += f", S = {cfg.keys_seen} keys in the window"
     table = program.table(("parameters", "number", "share"), rows)
     return f"d_model {cfg.d_model}, {shape}\n\n{table}\n"
 

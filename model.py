@@ -233,6 +233,7 @@ class GatedFFN(FFN):
 
     def forward(self, x):
         """x (B, T, d_model) -> (B, T, d_model)."""
+        x = x.to(autocast_dtype(x))  # a norm may return fp32: both layers read one copy in bf16
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -70,7 +70,7 @@ def question(argv: list[str]) -> tuple[Question, PlanArgs]:
     unknown = f"the planner does not know attn_impl={m.attn_impl}: set --attn_impl=sdpa"
     require(m.attn_impl in flops.FULL_ATTENTION, f"{unknown}, which is full attention")
     if m.attn_impl != "triton":
-        m = replace(m, attn_impl="sdpa")
+        m = replace(m, attn_impl="auto")  # the trainer chooses one that keeps no scores
     if not args.global_batch_size:  # at least 4 sequences a device
         each = max(4, math.ceil(cfg.global_batch_size / args.devices))
         cfg = replace(cfg, global_batch_size=each * args.devices)

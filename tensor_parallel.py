@@ -5,7 +5,7 @@ features separately. The first weight W is cut by its output features, the secon
 input features. So each of n ranks computes its share from one end to the other, and the shares are
 added up once. For n = 2, with Y_i what comes out of the heads or of GELU:
 
-    column   X [W_1 W_2]           = [X W_1, X W_2]            Wqkv (whole heads), up_proj
+    column   X [W_1 W_2]           = [X W_1, X W_2]            Wqkv (whole heads), gate_ and up_proj
     row      [Y_1 Y_2] [U_1; U_2]  = Y_1 U_1 + Y_2 U_2         out_proj, down_proj
 
                rank 0:  X W_1 -> heads or GELU -> Y_1 U_1 \
@@ -62,7 +62,7 @@ from loss import (
     loss_rows,
     soft_capped,
 )
-from model import MPT, Attention, LayerNorm, RMSNorm, init_weights, norm_dtype
+from model import MPT, Attention, GatedFFN, LayerNorm, RMSNorm, init_weights, norm_dtype
 from program import UserError, arguments, require
 
 # --------------------------------------------------------------------------------------------------
@@ -239,6 +239,15 @@ class SplitRMSNorm(RMSNorm):
         squares = x.square().sum(-1, keepdim=True)
         mean = sum_both_ways(squares, self.team) / self.n_features
         return (x * (mean + self.eps).rsqrt() * self.weight).to(dtype)
+
+
+class SplitGatedFFN(GatedFFN):
+    """A gated feed-forward for this rank's features: its two first layers share one input."""
+
+    def forward(self, x):
+        """x (B, T, d_model), or this rank's tokens of it -> the same shape."""
+        x = enter(x.to(autocast_dtype(x)), self)
+        return self.down_proj(self.act(self.gate_proj.share(x)) * self.up_proj.share(x))
 
 
 class SplitEmbedding(nn.Embedding):
@@ -577,6 +586,7 @@ CUT = {
     "q_ln": SplitNorm,
     "k_ln": SplitNorm,
     "attn": SplitAttention,
+    "ffn": SplitGatedFFN,  # a plain one stays as it is
     "wte": SplitEmbedding,
     "wpe": SplitPositions,
     "": SplitMPT,
@@ -606,7 +616,9 @@ def cut(model: MPT, team: Team) -> None:
         known = not weights or kind in CUT or kind in UNCHANGED
         require(known, f"tp does not know how to cut {name}: add it to tensor_parallel.CUT")
         norms_heads = kind in ("q_ln", "k_ln") and model.cfg.qk_gn
-        if kind not in CUT or norms_heads or (kind == "k_ln" and layout.shares_kv):
+        norms_shared_head = kind == "k_ln" and layout.shares_kv
+        is_plain = kind == "ffn" and not isinstance(module, GatedFFN)
+        if kind not in CUT or norms_heads or norms_shared_head or is_plain:
             continue
         split = SplitRMSNorm if isinstance(module, RMSNorm) else CUT[kind]
         fits = issubclass(split, type(module))
@@ -634,8 +646,8 @@ def sum_partial_gradients(model: MPT) -> None:
     """
     layout, grads = model.layout, []
     for name, param in model.named_parameters():
-        is_partial = layout.spans(name) or is_adapter(name) or is_norm_of_heads(name)
-        is_partial = is_partial or model.team.sequence_parallel
+        is_partial = model.team.sequence_parallel or layout.spans(name) or is_adapter(name)
+        is_partial = is_partial or is_norm_of_heads(name)
         if param.grad is None or not is_partial:
             continue
         pieces = layout.pieces(name, param.grad)

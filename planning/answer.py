@@ -134,15 +134,11 @@ def flags(plan: Plan) -> str:
 
 
 def model_flags(m: MPTConfig) -> str:
-    """The flags of a model: its shape, and what else the user has set.
-
-    Its attention is the trainer's choice: plans take any fused one for `sdpa`.
-    """
+    """The flags of a model: its shape, and what else the user has set."""
     names = ["d_model", "n_heads", "n_layers"]
     for field in fields(m):
         is_set = getattr(m, field.name) != field.default
-        planned_as_fused = field.name == "attn_impl" and m.attn_impl == "sdpa"
-        if is_set and field.name not in names and not planned_as_fused:
+        if is_set and field.name not in names:
             names.append(field.name)
     return " ".join(f"--{name}={getattr(m, name)}" for name in names)
 

@@ -26,10 +26,10 @@ checkpointing keeps 22 d_model per token ("selective") or 2 d_model ("full") ins
 adapters (lora.py) they alone train: 2 bytes of each frozen weight of a matrix in bf16, else 4,
 without gradient or moments. A frozen layer does not keep its input, but its adapter does.
 
-The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no dropout, and
-the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or mps, or
-tensor parallelism cuts the vocabulary. Fragmentation of the allocator, the driver and network
-buffers come on top.
+The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`), RMSNorm in one
+operation, as on a GPU, and no dropout; and the loss of a GPU with Triton
+(gpu_kernels/cross_entropy.py) unless `device` is cpu or mps, or tensor parallelism cuts the
+vocabulary. Fragmentation of the allocator, the driver and network buffers come on top.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
@@ -161,7 +161,7 @@ def saved_by_block(
 
     norm_input = norm_width(m, precision) * d // parts_of_tokens
     qkv_copies = 2 if m.clip_qkv else 1  # q, k, v are views of Wqkv's output; clamp makes a copy
-    repeats_kv = part.kv < part.q and m.attn_impl != "triton" and not m.alibi
+    repeats_kv = part.kv < part.q and not takes_triton(m)
     # A norm keeps the mean and 1/std of what it norms, RMSNorm 1/rms alone, in fp32.
     statistics = 4 if m.norm_type.endswith("rmsnorm") else 8
     normed = 0  # q and k, and what their norms keep
@@ -191,11 +191,24 @@ def saved_by_block(
         "logsumexp": 4 * part.heads,
         "norm_2's input": norm_input,
         "up_proj's input": w * d,  # and gate_proj's
+        # A ReLU keeps its output instead: a factor, or down_proj's input.
         "activation's input": 0 if m.ffn_act_fn == "relu" else w * part.hidden,
         "gate and up": 2 * w * part.hidden if m.ffn_type == "mptglu" else 0,  # the two factors
         "down_proj's input": w * part.hidden,
         "norms' mean, 1/std": 2 * statistics // parts_of_tokens,
     }
+
+
+def takes_triton(m: MPTConfig) -> bool:
+    """Whether attention is our kernel, which needs no mask and no copies of shared keys.
+
+    It is if attn_impl says so. `auto` takes it in 16 bits as attention.choose says, on a GPU with
+    matrix instructions.
+    """
+    if m.attn_impl != "auto":
+        return m.attn_impl == "triton"
+    needs_kernel = m.alibi or m.window is not None or m.attn_logit_softcapping is not None
+    return needs_kernel and m.head_dim <= 128 and m.attn_pdrop == 0
 
 
 def saved_beside_adapters(
@@ -209,16 +222,19 @@ def saved_beside_adapters(
     """
     in_attention = input_has_gradient or "Wqkv" in adapted
     after_attention = in_attention or "out_proj" in adapted
-    in_ffn = after_attention or "up_proj" in adapted or "gate_proj" in adapted
+    of_up = after_attention or "up_proj" in adapted  # has up_proj's output a gradient?
+    of_gate = after_attention or "gate_proj" in adapted
+    is_gated = saved["gate and up"] > 0
+    of_relu = of_up and not is_gated and not saved["activation's input"]
     needed = {
         "norm_1's input": input_has_gradient,
         "Wqkv's input": "Wqkv" in adapted,
         "attention's output": after_attention,
         "norm_2's input": after_attention,
         "up_proj's input": "up_proj" in adapted or "gate_proj" in adapted,
-        "activation's input": in_ffn,
-        "gate and up": in_ffn,
-        "down_proj's input": "down_proj" in adapted,
+        "activation's input": of_gate if is_gated else of_up,
+        "gate and up": (of_gate + of_up) / 2,  # each for the gradient of the other one
+        "down_proj's input": "down_proj" in adapted or of_relu,
         "norms' mean, 1/std": (input_has_gradient + after_attention) / 2,  # of two norms
     }
     return {name: n * needed.get(name, in_attention) for name, n in saved.items()}
@@ -427,14 +443,19 @@ class Rank:
             products = self.width * self.cfg.lora_rank * len(layers)
             saved = saved_beside_adapters(saved, layers, passes_on)
         whole = self.tokens * (sum(saved.values()) + products)
+        if self.m.attn_impl == "sdpa" and self.m.window is not None:
+            whole += self.width * self.m.max_seq_len**2  # the mask
         if not recomputed:
             return whole, 0
 
         kept = self.residual_bytes // self.token_parts
+        if saved["norm_1's input"] and self.norm_bytes > self.residual_bytes:
+            whole += kept  # that is an fp32 copy
         if self.cfg.activation_checkpointing == "full":
             return kept, whole - kept
         part = self.part
-        columns = part.q + 2 * part.kv + part.hidden + 2 * self.m.d_model + part.q
+        n_up = 2 if self.m.ffn_type == "mptglu" else 1  # up_proj, gate_proj
+        columns = part.q + 2 * part.kv + n_up * part.hidden + 2 * self.m.d_model + part.q
         kept += self.tokens * (self.width * columns + 4 * part.heads + products)
         return kept, whole - kept + self.residual_bytes
 
@@ -614,12 +635,16 @@ def loss(rank: Rank, now: Microbatch) -> list[Row]:
     if rank.cfg.sequence_parallel or norm > residual:
         forward += residual
     during_x = (5 if rank.width == 2 else 2) * residual
-    during_w = residual + (residual if rank.cfg.tp > 1 else norm)
+    during_w = 2 * residual
+    returning = 0
+    if norm > residual and rank.cfg.tp == 1:  # autograd casts x's gradient as x was
+        returning = 2 * residual + norm
     if not rank.adapted:
         forward += 4 * rank.n_embedding
         during_x += rank.head_width * rank.n_embedding
         during_w += (10 if rank.head_width == 2 else 8) * rank.n_embedding
-    backward = norm // rank.token_parts + max(during_x, during_w)
+        returning += 2 * rank.head_width * rank.n_embedding
+    backward = norm // rank.token_parts + max(during_x, during_w, returning)
     return [
         (LOSS, forward, LOSS_FORWARD, LOSS_FORWARD),
         (LOSS, backward, LOSS_BACKWARD, LOSS_BACKWARD),
@@ -635,14 +660,18 @@ def chunk_bytes(rank: Rank) -> int:
     rows -= rows % 128 if rows > 128 else 0
     rows = min(max(rows, GPU_ROWS) if on_gpu else rows, rank.tokens)
     logits = rows * vocab
-    if on_gpu and rank.cfg.tp == 1:
-        return rank.width * logits  # the kernel turns them into their gradient
+    products = rows + (0 if rank.adapted else min(vocab, COLUMNS))
+    products *= rank.width * rank.m.d_model
+    has_softcap = rank.m.final_logit_softcapping is not None
+    if on_gpu and rank.cfg.tp == 1:  # the kernel turns them into their gradient
+        return rank.width * logits * (3 if has_softcap else 1)
+    if has_softcap:  # in fp32 the capped logits, tanh^2 and 1 - tanh^2, which stays to the end
+        return max(12 * logits, (4 + rank.width) * logits + products)
 
     # Logits in fp32, which become probabilities; in bf16 also as the matmul returns them. Then
     # their gradient, and its products with W and x.
     first = (6 if rank.width == 2 else 4) * logits
-    products = rows + (0 if rank.adapted else min(vocab, COLUMNS))
-    return max(first, rank.width * (logits + rank.m.d_model * products))
+    return max(first, rank.width * logits + products)
 
 
 def head_gradient(rank: Rank, now: Microbatch) -> int:
@@ -702,7 +731,8 @@ def matmul_workspace(rank: Rank, block: Block) -> int:
     The gradients of x, of GELU's output and of the weight. Sequence parallelism first gathers that
     of x for all tokens: in parts, which then are joined. A frozen weight has none, but GELU's
     output has a second one, by way of the adapter. (Without an adapter, GELU's input has one, and
-    its output was not kept.)
+    its output was not kept.) The product of a gate takes more in its own backward: its gradient and
+    those of both factors, when its value is freed. So does a ReLU, whose value is not freed.
     """
     rows = rank.tokens if rank.adapted else rank.m.d_model
     n_bytes = rank.width * (rank.tokens + rows) * rank.part.hidden
@@ -710,6 +740,15 @@ def matmul_workspace(rank: Rank, block: Block) -> int:
         n_bytes = rank.residual_bytes + max(n_bytes, rank.residual_bytes)
     if block.recomputed and "up_proj" in rank.adapted and "down_proj" not in rank.adapted:
         n_bytes += rank.residual_bytes  # up_proj again: its product, the update and their sum
+    later = 0
+    is_gated = rank.m.ffn_type == "mptglu"
+    if is_gated or rank.m.ffn_act_fn == "relu":
+        later = 2 * rank.tokens
+        if rank.adapted:  # a third one, unless down_proj's input is freed
+            later += rank.tokens * (is_gated != ("down_proj" in rank.adapted))
+        elif not (rank.accumulates and rank.dp == 1):
+            later += rows  # the weight's gradient, not yet added to others
+    n_bytes = max(n_bytes, rank.width * later * rank.part.hidden)
     return n_bytes + block.again + rank.residual_bytes // rank.token_parts
 
 

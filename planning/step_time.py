@@ -215,11 +215,15 @@ class StepTime:
         return [*layers, (d, part.vocab, 1, 0.0)] if self.is_last else layers
 
     def attention(self) -> float:
-        """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
+        """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward.
+
+        It skips what is hidden. Of a window of k keys the first queries see fewer, on average
+        k - k^2 / 2 S; without a window that is S / 2.
+        """
         m, device = self.m, self.fleet.device
         forwards = self.layers + (2.5 + self.matmuls_again) * self.backward_layers
-        keys = m.keys_seen if m.window is None else 2 * m.keys_seen  # no half of a window is hidden
-        work = 2 * min(keys, m.max_seq_len) * m.d_model * forwards * self.tokens / self.cfg.tp
+        seen = m.keys_seen * (1 - m.keys_seen / (2 * m.max_seq_len))
+        work = 4 * seen * m.d_model * forwards * self.tokens / self.cfg.tp
         share = device.attention or attention_share(device, self.c)
         return work / (device.bf16_tflops * 1e12 * share) * self.c.pace
 
@@ -256,7 +260,7 @@ class StepTime:
         usual = replace(m, expansion_ratio=4, ffn_type="mptmlp", ffn_act_fn="gelu")
         usual = replace(usual, kv_n_heads=None, qk_ln=False, qk_gn=False, clip_qkv=None)
         kept = sum(memory.saved_by_block(m).values())
-        return self.c.block_bytes * kept / sum(memory.saved_by_block(usual).values())
+        return self.c.block_bytes * (kept / sum(memory.saved_by_block(usual).values()))
 
     def adapter_bytes(self) -> float:
         """Memory traffic of the adapters of this stage per token, as counted on real operations.
@@ -282,9 +286,9 @@ class StepTime:
         two all-reduces forward and two backward, and one each for the embedding and the loss. With
         sequence parallelism, gathers and scatters of the same size take their place. A recomputed
         block repeats its forward up to down_proj's input, or all of it. qk_ln sums the mean and the
-        variance. No gradient goes below the first adapter. Left out, as they are small: the
-        statistics of the loss, the gradients of norms, what adapters send, the gradient of a tied
-        embedding between the first stage and the last.
+        variance, or with RMSNorm the squares alone. No gradient goes below the first adapter. Left
+        out, as they are small: the statistics of the loss, the gradients of norms, what adapters
+        send, the gradient of a tied embedding between the first stage and the last.
         """
         stream = 2 * self.tokens * self.m.d_model
         again = 3 if self.cfg.sequence_parallel else 2
@@ -301,7 +305,8 @@ class StepTime:
         if self.m.qk_ln:
             norms = 1 if self.m.n_kv_heads == 1 else 2  # a single head of keys is not cut
             passes = self.layers + (1 + self.norms_again) * self.backward_layers
-            traffic[4 * self.tokens] = 4 * norms * passes
+            statistics = 1 if self.m.norm_type.endswith("rmsnorm") else 2
+            traffic[4 * self.tokens] = 2 * statistics * norms * passes
         return traffic
 
     def stages(self) -> float:

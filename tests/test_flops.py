@@ -51,8 +51,9 @@ def shapes(draw) -> MPTConfig:
     head_dim = draw(st.integers(1, 8))
     groups = draw(st.integers(1, 3))
     kv_heads = draw(st.integers(1, 3))
-    flag_names = ("alibi", "no_bias", "qk_ln", "tie_word_embeddings")
+    flag_names = ("alibi", "learned_pos_emb", "no_bias", "tie_word_embeddings")
     flags = {name: draw(st.booleans()) for name in flag_names}
+    normed = draw(st.sampled_from([{}, {"qk_ln": True}, {"qk_gn": True}]))
     return MPTConfig(
         d_model=head_dim * groups * kv_heads,
         n_heads=groups * kv_heads,
@@ -61,18 +62,21 @@ def shapes(draw) -> MPTConfig:
         expansion_ratio=draw(st.integers(1, 5)),
         max_seq_len=draw(st.integers(1, 64)),
         vocab_size=draw(st.integers(1, 99)),
+        ffn_type=draw(st.sampled_from(["mptmlp", "mptglu"])),
+        norm_type=draw(st.sampled_from(["layernorm", "low_precision_rmsnorm"])),
         **flags,
+        **normed,
     )
 
 
 @given(shapes())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_parameters_by_part_are_those_of_the_model(cfg):
     """An input embedding of its own is a lookup: its weights cost nothing."""
     with torch.device("meta"):
         sizes = {name: p.numel() for name, p in MPT(cfg).named_parameters()}
     parts = flops.params_by_part(cfg)
-    for part in ("wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj", "lm_head"):
+    for part in ("wte", "wpe", "lm_head", *cfg.linear_layers()):
         assert parts[part] == sum(n for name, n in sizes.items() if f"{part}.weight" in name), part
     assert parts["biases"] == sum(n for name, n in sizes.items() if name.endswith("bias"))
     n = sum(sizes.values())

@@ -96,14 +96,29 @@ OPTIONS = {
     ],
     # Of 8 rows, or of 4 or 2 each: many microbatches; a smaller last one; one, fewer than stages.
     "accumulation": [{"microbatch_size": 1}, {"microbatch_size": 3}, {"microbatch_size": 8}],
-    "positions": [{"alibi": True}, {"alibi": False, "rope": True}, {"alibi": False}],
+    "positions": [
+        {"alibi": True},
+        {"alibi": False, "rope": True},
+        {"alibi": False},
+        {"alibi": False, "learned_pos_emb": False},
+    ],
     "heads": [{"kv_n_heads": 4}, {"kv_n_heads": 2}, {"kv_n_heads": 1}],
     "tied": [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}],
     "biases": [{"no_bias": True}, {"no_bias": False}],
-    "qk_ln": [{"qk_ln": False}, {"qk_ln": True}],
+    "qk": [{}, {"qk_ln": True}, {"qk_gn": True}],
+    "norms": [{"norm_type": "low_precision_layernorm"}, {"norm_type": "rmsnorm"}],
+    "feed-forward": [
+        {},
+        {"ffn_act_fn": "relu"},
+        {"ffn_type": "mptglu"},
+        {"ffn_type": "mptglu", "ffn_act_fn": "silu"},
+    ],
+    "window": [{"sliding_window_size": -1}, {"sliding_window_size": 5}],
     "documents": [{"attn_uses_sequence_id": False}, {"attn_uses_sequence_id": True}],
     "z_loss": [{"z_loss": 0.0}, {"z_loss": 1e-3}],
-    "logits": [{"logit_scale": None}, {"logit_scale": 0.5}],
+    "logits": [{}, {"logit_scale": 0.5}, {"final_logit_softcapping": 0.5}],
+    "scores": [{}, {"attn_logit_softcapping": 0.5}],
+    "embedding": [{"embedding_fraction": 1.0}, {"embedding_fraction": 0.5}],
     "attention": [{"attn_impl": "reference"}, {"attn_impl": "blocks"}, {"attn_impl": "sdpa"}],
 }
 
@@ -200,16 +215,29 @@ UNTIED = {"tie_word_embeddings": False, "alibi": False, "no_bias": False}
 ROPE = {"alibi": False, "rope": True, "qk_ln": True}
 GROUPED = {"kv_n_heads": 2, "logit_scale": 0.5, "attn_impl": "reference", "clip_qkv": 0.5}
 ONE_HEAD = {"kv_n_heads": 1, "qk_ln": True, "no_bias": False}
+GATED = {"ffn_type": "mptglu", "ffn_act_fn": "silu", "norm_type": "rmsnorm", "qk_ln": True}
+NORMED_HEADS = {"qk_gn": True, "kv_n_heads": 1, "no_bias": False, "norm_type": "layernorm"}
+CAPPED = {
+    "sliding_window_size": 5,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 0.5,
+    "embedding_fraction": 0.5,
+    "tie_word_embeddings": False,
+}
+NO_POSITIONS = {"alibi": False, "learned_pos_emb": False, "qk_gn": True, "kv_n_heads": 2}
+MODELS = [{}, UNTIED, ROPE, GROUPED, ONE_HEAD, GATED, NORMED_HEADS, CAPPED, NO_POSITIONS]
 
 
 @pytest.mark.parametrize(
     "size, layout, changes",
     [
-        *[(2, {"tp": 2}, changes) for changes in ({}, UNTIED, ROPE, GROUPED, ONE_HEAD)],
-        *[(2, {"tp": 2} | SEQUENCE, changes) for changes in ({}, UNTIED, ROPE, GROUPED, ONE_HEAD)],
+        *[(2, {"tp": 2}, changes) for changes in MODELS],
+        *[(2, {"tp": 2} | SEQUENCE, changes) for changes in MODELS],
         (2, {"tp": 2}, LORA | {"lora_train": "norms"}),
         (2, {"tp": 2} | SEQUENCE, LORA | {"lora_train": "norms"}),
+        (2, {"tp": 2} | SEQUENCE, LORA | GATED | {"lora_targets": "gate_proj"}),
         (2, {"pp": 2}, {}),
+        (2, {"pp": 2}, GATED | CAPPED),
         slowly(3, {"pp": 3}, UNTIED),
         slowly(4, {"pp": 4, "microbatch_size": 3}, ROPE),
         slowly(4, {"pp": 2, "tp": 2}, {"kv_n_heads": 2, "attn_uses_sequence_id": True}),

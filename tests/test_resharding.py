@@ -31,6 +31,14 @@ from program import UserError
 from storage.checkpoint_files import read_metadata
 
 UNTIED = {"tie_word_embeddings": False, "alibi": False, "no_bias": False, "kv_n_heads": 2}
+GATED = {
+    "ffn_type": "mptglu",
+    "norm_type": "rmsnorm",
+    "qk_gn": True,
+    "kv_n_heads": 2,
+    "sliding_window_size": 5,
+    "final_logit_softcapping": 5.0,
+}
 LAYOUTS = {  # ZERO1 and SHARD_GRAD_OP save what FULL_SHARD saves
     "dp 2, FULL_SHARD": (2, {"sharding": "FULL_SHARD"}),
     "dp 2, DDP": (2, {"sharding": "DDP"}),
@@ -43,6 +51,8 @@ LAYOUTS = {  # ZERO1 and SHARD_GRAD_OP save what FULL_SHARD saves
     "pp 4": (4, {"pp": 4}),
     "pp 2 x dp 2, FULL_SHARD": (4, {"pp": 2, "sharding": "FULL_SHARD"}),
     "pp 2 x tp 2 + sequence": (4, {"pp": 2, "tp": 2, "sequence_parallel": True}),
+    "gated, pp 2 x tp 2": (4, {"pp": 2, "tp": 2} | GATED),
+    "gated, dp 2, FULL_SHARD": (2, {"sharding": "FULL_SHARD"} | GATED),
     "adapters, dp 2": (2, LORA | {"sharding": "FULL_SHARD"}),
     "adapters, tp 2": (2, LORA | {"tp": 2}),
     "adapters, pp 2": (2, LORA | {"pp": 2}),
@@ -55,6 +65,8 @@ CROSSES = [
     ("pp 2 x dp 2, FULL_SHARD", "tp 4"),
     ("pp 4", "tp 2 x dp 2, FULL_SHARD"),
     ("tp 2 x dp 2, FULL_SHARD", "pp 4"),
+    ("gated, pp 2 x tp 2", "gated, dp 2, FULL_SHARD"),
+    ("gated, dp 2, FULL_SHARD", "gated, pp 2 x tp 2"),
 ]
 ALONE = sorted(LAYOUTS.keys() - dict(CROSSES).keys())
 

@@ -28,7 +28,12 @@ from lessons.elastic import steps_done
 from lifecycle import lease
 from program import RESUME_ME, UserError
 
-LAYOUTS = {"dp": (2, []), "tp 2 x pp 2": (4, ["--tp=2", "--pp=2"])}
+GATED = ["--ffn_type=mptglu", "--norm_type=rmsnorm", "--qk_gn", "--sliding_window_size=9"]
+LAYOUTS = {
+    "dp": (2, []),
+    "tp 2 x pp 2": (4, ["--tp=2", "--pp=2"]),
+    "gated, tp 2": (2, ["--tp=2", *GATED]),
+}
 
 
 # --- Faults of one rank
@@ -155,6 +160,7 @@ CASES = [
     slowly("is mistaken", "dp", 1),
     slowly("cannot save", "dp", 1),
     slowly("killed", "tp 2 x pp 2", 3),
+    slowly("killed", "gated, tp 2", 1),
     slowly("hangs in a step", "tp 2 x pp 2", 2),
     slowly("is out of memory", "tp 2 x pp 2", 3),
     slowly("is warned", "tp 2 x pp 2", 3),

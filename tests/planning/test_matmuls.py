@@ -59,7 +59,9 @@ def counted_by_part(cfg: MPTConfig, backward: bool) -> dict[str, int]:
         pattern = rf"MPT\.transformer\.blocks\.\d+\.{end}"
         return sum(n for name, n in flops_of_module.items() if re.fullmatch(pattern, name))
 
-    parts = {part: sum_over_blocks(rf"\w+\.{linear}") for linear, part in flops.LINEARS.items()}
+    parts = {}
+    for linear in cfg.linear_layers():
+        parts[flops.LINEARS[linear]] = sum_over_blocks(rf"\w+\.{linear}")
     parts["attention"] = sum_over_blocks("attn") - parts["QKV"] - parts["projection"]
     parts["logits"] = flops_of_module["Global"] - flops_of_module["MPT.transformer"]
     return parts
@@ -79,6 +81,21 @@ def test_every_part_of_a_step_is_what_torch_counts(more):
     cfg = small(**more)
     assert counted_by_part(cfg, backward=False) == closed_by_part(cfg, ["forward"])
     assert counted_by_part(cfg, backward=True) == closed_by_part(cfg, flops.PASSES)
+
+
+def test_a_gated_feed_forward_is_what_torch_counts():
+    """As a whole: torch counts the backward of both layers that read x for each of them."""
+    cfg = small(ffn_type="mptglu", ffn_act_fn="silu", norm_type="rmsnorm", qk_gn=True)
+    assert counted_by_part(cfg, backward=False) == closed_by_part(cfg, ["forward"])
+    assert count(cfg, TrainConfig()).get_total_flops() == closed(cfg, TrainConfig())
+
+
+def test_a_window_counts_the_keys_that_the_last_query_sees():
+    """torch's count of the reference is of the whole square."""
+    whole, windowed = small(), small(sliding_window_size=11)
+    keys = closed_by_part(windowed, flops.PASSES).pop("attention") * S
+    assert keys == 12 * counted_by_part(whole, backward=True)["attention"]
+    assert closed(small(sliding_window_size=S), TrainConfig()) == closed(whole, TrainConfig())
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -102,12 +119,13 @@ def step_with_adapters(cfg: MPTConfig, train: TrainConfig, precision: str) -> in
 
 
 MODES = [("none", 1), ("selective", 1), ("selective", 2), ("full", 1), ("full", 2)]
-TARGETS = ["all", "Wqkv", "down_proj", "up_proj,out_proj", "Wqkv,down_proj"]
+TARGETS = ["all", "Wqkv", "down_proj", "up_proj,out_proj", "gate_proj,down_proj"]
 ALSO_TRAINED = ["", "norms", "biases"]
 QUICK = [
     ("all", 0, "", "none", 1),
     ("Wqkv,down_proj", 2, "biases", "full", 2),
     ("down_proj", 2, "norms", "selective", 2),
+    ("gate_proj", 2, "", "full", 2),
 ]
 # All values of any two settings.
 MORE = [
@@ -119,7 +137,9 @@ MORE = [
 @pytest.mark.parametrize("targets, last, also, mode, every", QUICK + MORE)
 def test_a_step_with_adapters_is_what_torch_counts(targets, last, also, mode, every):
     """Of the trainer, whose frozen weights are bf16 in bf16."""
+    is_gated = last == 2 or "gate_proj" in targets
     cfg = small(n_layers=3, kv_n_heads=2, attn_impl="reference", no_bias=last == 2)
+    cfg = replace(cfg, ffn_type="mptglu" if is_gated else "mptmlp")
     train = TrainConfig(
         init_from="base",
         lora_rank=4,

@@ -155,9 +155,12 @@ def traced(m, cfg, ranks, stage=0) -> tuple[float, int, int]:
 BLOCK = {"d_model": 128, "n_heads": 8, "vocab_size": 1024, "max_seq_len": 64, "attn_impl": "sdpa"}
 GATHERS = {"sequence_parallel": True}
 AGAIN = {mode: {"activation_checkpointing": mode} for mode in ("none", "selective", "full")}
+GATED = {"ffn_type": "mptglu", "norm_type": "rmsnorm"}
 SPLITS = [  # tp, data-parallel ranks, stages and which one, layers, settings, changes to the model
     (2, 1, 1, 0, 2, {**AGAIN["selective"], **GATHERS}, {"kv_n_heads": 1, "qk_ln": True}),
     (1, 2, 3, 1, 4, AGAIN["selective"], {}),
+    (2, 1, 1, 0, 2, AGAIN["full"], {**GATED, "qk_ln": True, "sliding_window_size": 9}),
+    slowly(2, 1, 1, 0, 2, {**AGAIN["selective"], **GATHERS}, {**GATED, "qk_gn": True}),
     slowly(4, 2, 1, 0, 2, AGAIN["full"], {"kv_n_heads": 4, "vocab_size": 1027}),
     slowly(2, 1, 3, 1, 5, {**AGAIN["selective"], **GATHERS}, {}),
     slowly(2, 2, 1, 0, 3, {**AGAIN["none"], **GATHERS}, {"kv_n_heads": 1}),
@@ -181,6 +184,16 @@ def test_a_rank_computes_and_sends_what_is_predicted(tp, dp, pp, stage, layers, 
     if tp > 1:
         predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
         assert n * predicted == pytest.approx(sent, rel=0.03)
+
+
+@pytest.mark.parametrize("window", [0, 99, 1023, 5000])
+def test_a_window_takes_the_share_of_the_scores_that_it_shows(window):
+    whole = MPTConfig(**{**BLOCK, "max_seq_len": 1024})
+    windowed = replace(whole, sliding_window_size=window)
+    cfg = run(batch=1)
+    seconds = [StepTime(m, cfg, Fleet(A100, 1)).attention() for m in (windowed, whole)]
+    scores = [sum(min(i, width) for i in range(1, 1025)) for width in (window + 1, 1024)]
+    assert seconds[0] / seconds[1] == pytest.approx(scores[0] / scores[1], rel=2e-3)
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def two_steps(
         world = processes.World(rank, ranks, rank, ranks, torch.device("cpu"))
         world = processes.in_grid(world, cfg.tp, cfg.pp)
         mesh = parallel.make_mesh(world, cfg)
-        with FakeTensorMode(), loss_of(cfg.device), real_offsets():
+        with FakeTensorMode(), loss_of(cfg.device), real_offsets(), rms_norm_of_a_gpu():
             model = MPT(m)
             if team := tensor_parallel.team_of(world, cfg.sequence_parallel):
                 tensor_parallel.cut(model, team)
@@ -266,6 +266,35 @@ def real_offsets():
             return chunk_list(tensor)
 
     return mock.patch.object(DTensor, "__create_chunk_list__", on_real_tensors)
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """The shapes of a GPU's RMSNorm: it keeps its input and 1/rms of each row.
+
+    On a CPU PyTorch has it made of small operations, each of which keeps tensors of its own.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        """x: (..., D)."""
+        inverse = torch.empty(*x.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, inverse)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """The gradients of x and weight."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def rms_norm_of_a_gpu():
+    """A context in which fake tensors, which are on the CPU, take the RMSNorm of a GPU."""
+
+    def rms_norm(x, shape, weight=None, eps=None):
+        return FusedRMSNorm.apply(x, weight)
+
+    return mock.patch.object(torch.nn.functional, "rms_norm", rms_norm)
 
 
 # --- Three counts
