@@ -132,8 +132,9 @@ class Resident:
 class AdapterBank:
     """Slots for adapters, put on the layers of a decoder's model.
 
-    n_slots: for adapters; the base needs none. rank: the highest of an adapter. layers: which of
-    config.LINEAR_LAYERS adapters may change. read: path -> Adapter, called in a thread.
+    n_slots: for adapters; the base needs none. rank: the highest of an adapter. layers: which
+    layers of a block adapters may change (see MPTConfig.linear_layers). read: path -> Adapter,
+    called in a thread.
 
     All methods are to be called by the thread that also calls the decoder.
     """

@@ -13,7 +13,7 @@ from conftest import PATIENCE, refusal, slowly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_adapters import bank_on, random_tensors
-from test_decoder import decoder, model
+from test_decoder import LLAMA_LIKE, decoder, model
 
 from model import MPT
 from program import UserError
@@ -37,6 +37,8 @@ KINDS = {
     "learned": {},
     "rope": {"rope": True},
     "gqa": {"alibi": True, "kv_n_heads": 2},
+    "llama-like": LLAMA_LIKE,
+    "window": {"alibi": True, "sliding_window_size": 5},
 }
 SAMPLINGS = [
     Sampling(temperature=0),
