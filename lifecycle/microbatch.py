@@ -172,7 +172,9 @@ def read(path: Path) -> list[dict]:
         require(is_sound, f"{path} is damaged ({files.shown(record)} is no record): delete it")
         circumstances = config.rename_keys(record["circumstances"])
         if isinstance(circumstances.get("model"), dict):
-            circumstances["model"] = config.rename_keys(circumstances["model"])
+            # A setting that is newer than the record had its default then.
+            saved = config.rename_keys(circumstances["model"])
+            circumstances["model"] = asdict(MPTConfig()) | saved
         record["circumstances"] = circumstances
     return records
 
