@@ -154,7 +154,8 @@ class AdapterBank:
 
         self.cfg = decoder.cfg
         self.places = places_of(decoder.model, rank, layers)
-        n_columns = max(place.columns.stop for place in self.places.values())
+        # 0: the adapters are of another model, and `check` refuses them.
+        n_columns = max((place.columns.stop for place in self.places.values()), default=0)
         self.device = decoder.device
         # As for its cache, the decoder multiplies bf16 on a CPU faster in fp32.
         options = {"device": self.device, "dtype": decoder.cache_dtype}

@@ -343,3 +343,15 @@ def test_a_bank_has_room_for_some_ranks_and_layers(files):
     bank.rank = 8
     message = refusal(bank.check, paths["last"], peft.read(paths["last"]))
     assert "transformer.blocks.1.attn.out_proj, for which the bank has no room" in message
+
+
+def test_an_adapter_of_a_gate_is_refused_by_a_model_without_one(tmp_path):
+    gated = MPTConfig(**TINY, ffn_type="mptglu")
+    path = write_adapter(tmp_path / "gate", gated, lora_targets="gate_proj")
+    _, bank = bank_on(model())
+    for refused in (
+        refusal(bank_for, Decoder(model(), 64), [path], 1, "runs/base"),
+        refusal(bank.check, path, peft.read(path)),
+    ):
+        assert f"{path}: the adapter is not of this model" in refused
+        assert "has no gate_proj: its ffn_type is mptmlp" in refused
