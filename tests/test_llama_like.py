@@ -104,7 +104,8 @@ def test_it_resumes_after_it_was_killed(ranks, folder, alone):
     """On one rank, where two ranks began. To save step 4, they wait until step 2 is written."""
     flags = [*FLAGS, "--run_dir=killed"]
     with Job(folder, 2, fsdp_train.main, flags, fault=dying) as job:
-        assert job.wait() == [-signal.SIGKILL] * 2, job.log()
+        statuses = job.wait()
+        assert -signal.SIGKILL in statuses and None not in statuses, job.log()
     assert "resuming from killed/checkpoints/step-" in train(ranks(1), folder, "killed")
     assert losses(folder / "killed") == pytest.approx(losses(alone), rel=1e-4)
 
