@@ -186,11 +186,11 @@ def test_what_we_do_not_have_is_refused_by_name(settings, named):
     assert named in refusal(hf_config.config_from, settings)
 
 
-def test_dropouts_and_packing_are_warned_of():
-    more = {"resid_pdrop": 0.1, "attn_uses_sequence_id": True}
+def test_what_counts_in_training_alone_is_warned_of():
+    more = {"resid_pdrop": 0.1, "attn_uses_sequence_id": True, "embedding_fraction": 0.5}
     lost = hf_config.lost_in_transformers(replace(SMALL, **LIKE_TRANSFORMERS, **more))
     named = [setting.split()[0] for setting in lost]
-    assert named == ["attn_uses_sequence_id=True", "resid_pdrop=0.1"]
+    assert named == ["attn_uses_sequence_id=True", "embedding_fraction=0.5", "resid_pdrop=0.1"]
 
 
 # --- settings and weights that the format lacks
