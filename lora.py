@@ -42,7 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import MPTConfig, TrainConfig
-from model import MPT, LayerNorm, init_weights, seeded
+from model import MPT, LayerNorm, RMSNorm, init_weights, seeded
 from program import arguments, require, run
 from tensor_parallel import ColumnLinear, RowLinear, is_adapter, layout_of
 
@@ -113,7 +113,7 @@ def put_on(model: MPT, cfg: TrainConfig) -> None:
 def is_trained_too(model: MPT, name: str, cfg: TrainConfig) -> bool:
     """Whether a parameter of the model itself is trained beside the adapters (lora_train)."""
     module, _, leaf = name.rpartition(".")
-    is_norm = isinstance(model.get_submodule(module), LayerNorm)
+    is_norm = isinstance(model.get_submodule(module), LayerNorm | RMSNorm)
     wants = cfg.lora_train
     return ("norms" in wants and is_norm) or ("biases" in wants and leaf == "bias")
 

@@ -35,7 +35,7 @@ import torch
 
 import config
 import processes
-from config import LINEAR_LAYERS, Int, MPTConfig
+from config import Int, MPTConfig
 from flops import n_params
 from program import EXTRA, UserError, require, shell
 from serving.adapters import AdapterBank, read_adapter
@@ -220,7 +220,8 @@ def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Cat
     fingerprint = fingerprint_of(Path(path))
     read = partial(read_adapter, base=name, base_fingerprint=fingerprint)
     catalog = Catalog(name, folder, read, check=lambda *found: decoder.bank.check(*found))
-    AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, LINEAR_LAYERS, catalog.read)
+    layers = decoder.cfg.linear_layers()
+    AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, layers, catalog.read)
     threading.Thread(target=catalog.usable, daemon=True).start()  # reads all, before they are asked
     if (Path(folder) / name).exists():
         print(f"note: the adapter {name} has the base's name: set another --name", file=sys.stderr)

@@ -39,13 +39,15 @@ def score_all(model, x, labels):
     exact = at_least_fp32(x)
     weight = model.output_weight.to(autocast_dtype(x))  # cast once, not for each chunk
     vocab_size = len(weight)
+    cap = model.cfg.final_logit_softcapping
     rows = chunk_rows(vocab_size)
     chunk_log_probs, chunk_greedy = [], []
     for x_chunk, labels_chunk in zip(x.split(rows), labels.split(rows), strict=True):
         logits = F.linear(x_chunk, weight)  # (rows, V)
         if model.logit_scale is not None:
             logits = logits.to(exact) * model.logit_scale
-        logits = soft_capped(logits, model.cfg.final_logit_softcapping)
+        if cap is not None:
+            logits = soft_capped(logits.to(exact), cap)
         chunk_greedy.append(likeliest(logits, labels_chunk))
         index = labels_chunk.clamp(0, vocab_size - 1)
         log_prob = F.log_softmax(logits, -1, dtype=exact).gather(1, index[:, None])[:, 0]  # (rows,)

@@ -132,8 +132,9 @@ class Resident:
 class AdapterBank:
     """Slots for adapters, put on the layers of a decoder's model.
 
-    n_slots: for adapters; the base needs none. rank: the highest of an adapter. layers: which of
-    config.LINEAR_LAYERS adapters may change. read: path -> Adapter, called in a thread.
+    n_slots: for adapters; the base needs none. rank: the highest of an adapter. layers: which
+    layers of a block adapters may change (see MPTConfig.linear_layers). read: path -> Adapter,
+    called in a thread.
 
     All methods are to be called by the thread that also calls the decoder.
     """
@@ -153,7 +154,8 @@ class AdapterBank:
 
         self.cfg = decoder.cfg
         self.places = places_of(decoder.model, rank, layers)
-        n_columns = max(place.columns.stop for place in self.places.values())
+        # 0: the adapters are of another model, and `check` refuses them.
+        n_columns = max((place.columns.stop for place in self.places.values()), default=0)
         self.device = decoder.device
         # As for its cache, the decoder multiplies bf16 on a CPU faster in fp32.
         options = {"device": self.device, "dtype": decoder.cache_dtype}

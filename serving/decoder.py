@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 import devices
 from config import MPTConfig
+from loss import soft_capped
 from model import MPT, KVCache, init_weights
 from program import arguments, run
 from serving import step_graph
@@ -64,12 +65,17 @@ class Decoder:
         """ids (B, T), which continue `cache` -> logits (B, vocab_size) fp32 of the token after."""
         hidden = self.model.transformer(ids, cache)
         last = hidden[:, -1]  # (B, d_model): in a prompt, too, only the last position is needed
-        return self.output_layer(last).float() * self.logit_scale
+        return self.logits(last)
 
     def at_all_positions(self, ids, cache: KVCache):
         """The same with the logits after each of the ids: (B, T, vocab_size)."""
         hidden = self.model.transformer(ids, cache)
-        return self.output_layer(hidden).float() * self.logit_scale
+        return self.logits(hidden)
+
+    def logits(self, hidden):
+        """Hidden states (..., d_model) -> logits (..., vocab_size) fp32."""
+        logits = self.output_layer(hidden).float() * self.logit_scale
+        return soft_capped(logits, self.cfg.final_logit_softcapping)
 
 
 @torch.inference_mode()

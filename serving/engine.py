@@ -33,7 +33,7 @@ from serving.constraint import Constraint
 from serving.decoder import Decoder
 from serving.rows import Prefixes, Rows
 from serving.sampling import Sampling, sample
-from serving.speed import Speed
+from serving.speed import Speed, tokens_read
 from serving.stream import Text
 from text import tokenizer as tokenizers
 
@@ -329,7 +329,7 @@ class Engine:
         self.speed.steps += 1
         self.speed.tokens += len(requests)
         self.speed.seconds += time.perf_counter() - begin
-        self.speed.cached_tokens += len(requests) * n_columns
+        self.speed.cached_tokens += len(requests) * tokens_read(self.decoder.cfg, n_columns)
         self.speed.adapter_bytes += self.bank.bytes_per_step if self.bank else 0
 
     def logits(self, requests: list[Request], ids: list[list[int]], cache, decode=None):

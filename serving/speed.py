@@ -35,6 +35,11 @@ def kv_bytes_per_token(m: MPTConfig, width: int = 2) -> int:
     return 2 * m.n_layers * m.n_kv_heads * m.head_dim * width
 
 
+def tokens_read(m: MPTConfig, n_cached: int) -> int:
+    """Of how many cached tokens a step reads keys and values: all, or those of the window."""
+    return n_cached if m.window is None else min(n_cached, m.window + 1)
+
+
 def weight_bytes(m: MPTConfig, width: int = 2) -> int:
     """Bytes of the weights that a step reads. width: bytes of a number, 2 for bf16.
 
@@ -53,7 +58,7 @@ def ms_per_token(
     As long as reading takes longer than computing (Pope et al., 2211.05102, section 2).
     bandwidth_gbs: GB/s. width: bytes of a number.
     """
-    cache_bytes = batch * context * kv_bytes_per_token(m, width)
+    cache_bytes = batch * tokens_read(m, context) * kv_bytes_per_token(m, width)
     return (weight_bytes(m, width) + cache_bytes) / bandwidth_gbs / 1e6
 
 
@@ -66,7 +71,7 @@ class Speed:
     steps: int = 0
     tokens: int = 0  # new ones, of texts that had not ended
     seconds: float = 0.0  # of the steps
-    cached_tokens: int = 0  # in the cache, padding included, summed over rows and steps
+    cached_tokens: int = 0  # that were read, padding included, summed over rows and steps
     adapter_bytes: int = 0  # that the steps have read
     prompts: int = 0  # that were read to their ends
     prefix_tokens: int = 0  # of prompts, whose keys and values were known and not computed

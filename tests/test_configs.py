@@ -56,15 +56,16 @@ def number(text: str) -> float:
     return float(text.rstrip("MBT").replace(",", "")) * factor
 
 
-@pytest.fixture(params=RECIPES)
+@pytest.fixture(params=[*RECIPES, "llama_like"])
 def recipe(request):
     """Name, model, run."""
     return request.param, *settings_of(request.param)
 
 
-def test_a_config_is_the_recipe(recipe):
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_config_is_the_recipe(name):
     assert {path.stem for path in FOLDER.glob("mpt*.py")} == set(RECIPES)
-    name, model, train = recipe
+    model, train = settings_of(name)
     lr, batch, microbatch, checkpointing, steps, params = RECIPES[name]
     assert (train.lr, train.global_batch_size, train.max_steps) == (lr, batch, steps)
     assert (train.microbatch_size, train.activation_checkpointing) == (microbatch, checkpointing)
@@ -81,7 +82,7 @@ def test_the_comment_counts_parameters_and_tokens(recipe):
     """Tokens per step, in all, and per parameter."""
     name, model, train = recipe
     n_params = flops.n_params(model)
-    (written,) = find(r"^# MPT-\w+ \(([\d.]+[MB]) parameters", name)
+    (written,) = find(r"^# MPT-[^(]+ \(([\d.]+[MB]) parameters", name)
     assert number(written) == pytest.approx(n_params, rel=0.005)
 
     pattern = (
@@ -127,6 +128,25 @@ def test_a_recipe_has_zero1_where_it_fits(recipe):
     assert peak_of(name, ranks) < room(device)
     if written := re.search(r"at the peak ([\d.]+) GB", comment_of(name)):
         assert f"{peak_of(name, ranks) / 1e9:.1f}" == written[1]
+
+
+def test_the_llama_like_recipe_is_llamas_block():
+    """Its feed-forward costs what that of MPT-125M does, and larger ones what the comment says."""
+    model, train = settings_of("llama_like")
+    assert (model.rope, model.alibi, model.learned_positions, model.no_bias) == (1, 0, 0, 1)
+    assert (model.norm_type, model.ffn_type) == ("low_precision_rmsnorm", "mptglu")
+    assert model.ffn_act_fn == "silu" and not model.tie_word_embeddings
+    assert model.d_model * model.expansion_ratio == model.hidden_dim == 2048  # LLM Foundry's rule
+    plain, plain_train = settings_of("mpt125m")
+    assert 3 * model.hidden_dim == 2 * plain.hidden_dim
+    assert model.n_heads == 3 * model.n_kv_heads
+    assert (train.lr, train.warmup_steps) == (plain_train.lr, plain_train.warmup_steps)
+
+    parts = flops.params_by_part(model)
+    assert f"{(parts['wte'] + parts['lm_head']) / 1e6:.0f}M of them" in comment_of("llama_like")
+    ratio = float(find(r"expansion_ratio ([\d.]+)", "llama_like")[0])
+    assert all(width * ratio % 64 == 0 for width in (1024, 2048, 4096))
+    assert f"{4096 * ratio:,.0f} for the last" in comment_of("llama_like")
 
 
 def test_finetuning_and_adapters_of_the_released_7b():

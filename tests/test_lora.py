@@ -18,6 +18,7 @@ from program import UserError
 
 TUNE = replace(RUN, **LORA)
 SMALL = replace(MODEL, n_layers=2, d_model=16, vocab_size=31)
+GATED = replace(SMALL, ffn_type="mptglu", ffn_act_fn="silu", norm_type="rmsnorm", no_bias=True)
 
 
 def tuned(cfg=TUNE, model_cfg=SMALL, dtype=torch.float64, filled=True):
@@ -77,12 +78,30 @@ def test_only_what_is_asked_for_trains():
     assert biases == {n for n in biases if n.endswith(".bias")} and len(biases) == 2 * 4
 
 
-def test_merging_leaves_a_plain_model_with_the_same_logits():
-    model = tuned()
+def test_a_gated_feed_forward_has_an_adapter_on_its_gate():
+    """Beside it the weights of RMSNorm train, as those of LayerNorm do."""
+    model = tuned(replace(TUNE, lora_train="norms"), GATED)
+    loss_of(model).backward()
+    adapters, others = {}, set()
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            assert param.grad.any(), name
+            kind = name.split(".")[-2]
+            if name.endswith("lora_A"):
+                adapters[kind] = adapters.get(kind, 0) + 1
+            elif not name.endswith("lora_B"):
+                others.add(kind)
+    assert adapters == dict.fromkeys(["Wqkv", "out_proj", "gate_proj", "up_proj", "down_proj"], 2)
+    assert others == {"norm_1", "norm_2", "norm_f"}
+
+
+@pytest.mark.parametrize("model_cfg", [SMALL, GATED], ids=["mptmlp", "mptglu"])
+def test_merging_leaves_a_plain_model_with_the_same_logits(model_cfg):
+    model = tuned(model_cfg=model_cfg)
     ids = torch.arange(31)[None, :16]
     before = model(ids)
     assert lora.merge(model) == 0
-    assert dict(model.named_parameters()).keys() == dict(MPT(SMALL).named_parameters()).keys()
+    assert dict(model.named_parameters()).keys() == dict(MPT(model_cfg).named_parameters()).keys()
     torch.testing.assert_close(model(ids), before, rtol=1e-12, atol=1e-12)
     assert all(param.requires_grad for param in model.parameters())
 
@@ -147,6 +166,7 @@ def test_dropout_is_on_the_input_of_the_adapter_alone():
         ({"lora_rank": 0, "rslora": True}, "rslora sets nothing without adapters"),
         ({"lora_alpha": 0.0}, "lora_alpha must be from"),
         # These do not fit the model:
+        ({"lora_targets": "gate_proj"}, "names gate_proj, but a model with ffn_type=mptmlp has"),
         ({"lora_rank": 16}, "no low rank for Wqkv, whose weight has rank 16"),
         ({"lora_last_blocks": 3}, "more than n_layers 2"),
         ({"lora_last_blocks": 1, "pp": 2}, "the first pipeline stage would have nothing to train"),

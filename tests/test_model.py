@@ -11,7 +11,7 @@ from attention import alibi_slopes
 from config import MPTConfig
 from evaluation.label_scores import score_labels
 from loss import IGNORE
-from model import MPT, LayerNorm, init_weights, initial_weight
+from model import MPT, init_weights, initial_weight, new_norm
 from program import UserError
 
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
@@ -87,8 +87,10 @@ def test_logits_loss_and_gradients_equal_transformers(heads, width, layers, leng
 # --- against plain tensor code: what transformers ignores
 
 
-def norm(x, w, name):
-    """LayerNorm. `w`: all weights by name."""
+def norm(x, w, name, cfg):
+    """LayerNorm or RMSNorm. `w`: all weights by name."""
+    if cfg.norm_type.endswith("rmsnorm"):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w[f"{name}.weight"]
     mean = x.mean(-1, keepdim=True)
     variance = x.var(-1, unbiased=False, keepdim=True)
     return (x - mean) / torch.sqrt(variance + 1e-5) * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
@@ -119,6 +121,11 @@ def other_documents(ids):
     return hidden
 
 
+def capped(x, cap):
+    """Between -cap and cap; None: as it is."""
+    return cap * torch.tanh(x / cap) if cap else x
+
+
 def one_head(q, k, v, h, ids, cfg):
     """Causal attention of head h: q, k, v (B, T, D) -> (B, T, D)."""
     T, D = q.shape[-2:]
@@ -127,11 +134,14 @@ def one_head(q, k, v, h, ids, cfg):
     if cfg.rope:
         q, k = turned(q, cfg.rope_theta), turned(k, cfg.rope_theta)
     scores = q @ k.transpose(1, 2) * (cfg.softmax_scale or 1 / math.sqrt(D))
+    scores = capped(scores, cfg.attn_logit_softcapping)
     if cfg.alibi:
         slope = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max)[h].double()
         scores = scores - slope * (i - j)
     if cfg.attn_uses_sequence_id:
         scores = scores.masked_fill(other_documents(ids), -torch.inf)
+    if cfg.sliding_window_size != -1:
+        scores = scores.masked_fill(i - j > cfg.sliding_window_size, -torch.inf)
     return scores.masked_fill(j > i, -torch.inf).softmax(-1) @ v
 
 
@@ -139,22 +149,44 @@ def attended(x, w, block, ids, cfg):
     """The attention of one block, with its norm and output projection."""
     D = cfg.d_model // cfg.n_heads
     n_key_heads = cfg.kv_n_heads or cfg.n_heads
-    qkv = linear(norm(x, w, f"{block}.norm_1"), w, f"{block}.attn.Wqkv")
+    qkv = linear(norm(x, w, f"{block}.norm_1", cfg), w, f"{block}.attn.Wqkv")
     if cfg.clip_qkv:
         low, high = torch.tensor(-cfg.clip_qkv), torch.tensor(cfg.clip_qkv)
         qkv = torch.minimum(torch.maximum(qkv, low), high)
     # All q, all k, all v: heads are not interleaved.
     q, k, v = qkv.split([cfg.d_model, n_key_heads * D, n_key_heads * D], dim=-1)
     if cfg.qk_ln:
-        q = norm(q, w, f"{block}.attn.q_ln")
-        k = norm(k, w, f"{block}.attn.k_ln")
+        q = norm(q, w, f"{block}.attn.q_ln", cfg)
+        k = norm(k, w, f"{block}.attn.k_ln", cfg)
     outputs = []
     for h in range(cfg.n_heads):
         key_head = h * n_key_heads // cfg.n_heads  # neighbouring heads share keys and values
-        of_query = slice(h * D, h * D + D)
         of_key = slice(key_head * D, key_head * D + D)
-        outputs.append(one_head(q[..., of_query], k[..., of_key], v[..., of_key], h, ids, cfg))
+        q_h, k_h, v_h = q[..., h * D : h * D + D], k[..., of_key], v[..., of_key]
+        if cfg.qk_gn:
+            q_h = norm(q_h, w, f"{block}.attn.q_ln", cfg)
+            k_h = norm(k_h, w, f"{block}.attn.k_ln", cfg)
+        outputs.append(one_head(q_h, k_h, v_h, h, ids, cfg))
     return linear(torch.cat(outputs, -1), w, f"{block}.attn.out_proj")
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "relu": lambda x: torch.maximum(x, torch.zeros(())),
+}
+
+
+def fed(x, w, block, cfg):
+    """The feed-forward of one block, with its norm."""
+    act = ACTIVATIONS[cfg.ffn_act_fn]
+    x = norm(x, w, f"{block}.norm_2", cfg)
+    hidden = linear(x, w, f"{block}.ffn.up_proj")
+    if cfg.ffn_type == "mptglu":
+        hidden = act(linear(x, w, f"{block}.ffn.gate_proj")) * hidden
+    else:
+        hidden = act(hidden)
+    return linear(hidden, w, f"{block}.ffn.down_proj")
 
 
 def by_hand(w, ids, cfg):
@@ -162,18 +194,28 @@ def by_hand(w, ids, cfg):
     x = w["transformer.wte.weight"][ids]
     if cfg.learned_pos_emb and not cfg.alibi and not cfg.rope:
         x = x + w["transformer.wpe.weight"][: ids.shape[1]]
+    learned = cfg.embedding_fraction  # this part of the embedding has a gradient
+    x = learned * x + (1 - learned) * x.detach()
     for n in range(cfg.n_layers):
         block = f"transformer.blocks.{n}"
         x = x + attended(x, w, block, ids, cfg)
-        up = linear(norm(x, w, f"{block}.norm_2"), w, f"{block}.ffn.up_proj")
-        gelu = up * (1 + torch.erf(up / math.sqrt(2))) / 2
-        x = x + linear(gelu, w, f"{block}.ffn.down_proj")
-    x = norm(x, w, "transformer.norm_f")
+        x = x + fed(x, w, block, cfg)
+    x = norm(x, w, "transformer.norm_f", cfg)
     logits = x @ w["transformer.wte.weight" if cfg.tie_word_embeddings else "lm_head.weight"].T
     scale = {"inv_sqrt_d_model": cfg.d_model**-0.5, None: 1}.get(cfg.logit_scale, cfg.logit_scale)
-    return logits * scale
+    return capped(logits * scale, cfg.final_logit_softcapping)
 
 
+LLAMA_LIKE = dict(
+    rope=True,
+    kv_n_heads=2,
+    no_bias=True,
+    norm_type="low_precision_rmsnorm",
+    ffn_type="mptglu",
+    ffn_act_fn="silu",
+    expansion_ratio=2.5,
+    tie_word_embeddings=False,
+)
 VARIANTS = [
     dict(),  # learned positions, biases
     dict(no_bias=True),
@@ -198,6 +240,39 @@ VARIANTS = [
     dict(attn_uses_sequence_id=True, alibi=True),
     dict(attn_uses_sequence_id=True, rope=True, attn_impl="sdpa"),
     dict(attn_uses_sequence_id=True, alibi=True, attn_impl="sdpa", kv_n_heads=2),
+    LLAMA_LIKE,
+    dict(norm_type="rmsnorm"),
+    dict(norm_type="rmsnorm", qk_ln=True, kv_n_heads=2),
+    dict(ffn_type="mptglu"),
+    dict(ffn_type="mptglu", ffn_act_fn="relu", no_bias=True),
+    dict(ffn_act_fn="silu"),
+    dict(ffn_act_fn="relu"),
+    dict(qk_gn=True),
+    dict(qk_gn=True, norm_type="rmsnorm", rope=True, kv_n_heads=2),
+    dict(sliding_window_size=0, learned_pos_emb=False),
+    dict(sliding_window_size=8, attn_impl="reference"),
+    dict(sliding_window_size=8, alibi=True, kv_n_heads=3),
+    dict(sliding_window_size=5, alibi=True, attn_uses_sequence_id=True),
+    dict(sliding_window_size=5, alibi=True, attn_impl="sdpa"),
+    dict(sliding_window_size=5, attn_uses_sequence_id=True, attn_impl="sdpa"),
+    dict(sliding_window_size=100, rope=True),
+    dict(attn_logit_softcapping=0.3),
+    dict(attn_logit_softcapping=0.3, alibi=True, kv_n_heads=2, attn_impl="reference"),
+    dict(attn_logit_softcapping=0.3, sliding_window_size=6, attn_uses_sequence_id=True),
+    dict(final_logit_softcapping=0.4),
+    dict(final_logit_softcapping=0.4, logit_scale=0.3, tie_word_embeddings=False),
+    dict(embedding_fraction=0.3),
+    dict(embedding_fraction=0.3, alibi=True, tie_word_embeddings=False),
+    LLAMA_LIKE
+    | dict(
+        qk_gn=True,
+        sliding_window_size=6,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=0.7,
+        embedding_fraction=0.5,
+        attn_uses_sequence_id=True,
+        logit_scale="inv_sqrt_d_model",
+    ),
 ]
 
 
@@ -228,17 +303,18 @@ def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
 
 
 def test_standard_deviations_by_the_rule():
-    cfg = replace(SMALL, d_model=96, n_layers=3, expansion_ratio=2, tie_word_embeddings=False)
+    sizes = dict(d_model=96, n_layers=3, expansion_ratio=2)
+    cfg = replace(SMALL, **sizes, tie_word_embeddings=False, ffn_type="mptglu", qk_gn=True)
     embedding = std_of_d_model = math.sqrt(2 / 96)
     residual = 1 / math.sqrt(2 * 3)
     rule = {"wte": embedding, "wpe": embedding, "lm_head": std_of_d_model}
-    rule |= {"Wqkv": std_of_d_model, "up_proj": std_of_d_model}
+    rule |= dict.fromkeys(["Wqkv", "gate_proj", "up_proj"], std_of_d_model)
     rule |= {"out_proj": std_of_d_model * residual, "down_proj": math.sqrt(2 / 192) * residual}
     kinds = set()
     for name, p in build(cfg).named_parameters():
         if name.endswith("bias"):
             assert p.eq(0).all(), name
-        elif "norm" in name:
+        elif "norm" in name or "_ln" in name:
             assert p.eq(1).all(), name
         else:
             kind = next(kind for kind in rule if kind in name)
@@ -301,7 +377,13 @@ def test_initial_loss_is_a_little_over_log_v():
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(alibi=True, qk_ln=True), dict(rope=True, kv_n_heads=2)],
+    [
+        dict(),
+        dict(alibi=True, qk_ln=True),
+        dict(rope=True, kv_n_heads=2),
+        dict(alibi=True, sliding_window_size=4),
+        LLAMA_LIKE | dict(sliding_window_size=7, qk_gn=True, final_logit_softcapping=0.7),
+    ],
     ids=id_of,
 )
 @torch.no_grad()
@@ -329,7 +411,14 @@ def test_texts_of_different_lengths_share_a_cache(options, impl):
             assert relative_error(row[-n:], logits[-n:]) < 1e-5
 
 
-@pytest.mark.parametrize("options", [dict(), dict(logit_scale=0.3, tie_word_embeddings=False)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(logit_scale=0.3, tie_word_embeddings=False),
+        dict(logit_scale=0.3, final_logit_softcapping=0.7),
+    ],
+)
 def test_scores_of_labels(options):
     model = build(replace(SMALL, **options), scramble=True)
     ids = tokens(SMALL, 3, 20)
@@ -377,10 +466,11 @@ def test_each_dropout_acts_in_training_only(which):
     assert relative_error(first, plain(ids)) > 1e-2 and relative_error(first, second) > 1e-2
 
 
-def test_norms_under_autocast():
-    """The low-precision norm answers in bf16, so the residual stream stays bf16; layernorm fp32."""
-    low = LayerNorm(replace(SMALL, norm_type="low_precision_layernorm"), 48)
-    full = LayerNorm(replace(SMALL, norm_type="layernorm"), 48)
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms_under_autocast(kind):
+    """The low-precision norm answers in bf16, so the residual stream stays bf16; the other fp32."""
+    low = new_norm(replace(SMALL, norm_type=f"low_precision_{kind}"), 48)
+    full = new_norm(replace(SMALL, norm_type=kind), 48)
     x = torch.randn(3, 48)
     assert low(x).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):

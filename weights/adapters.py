@@ -67,7 +67,8 @@ def check_fits(adapter: Adapter, cfg: MPTConfig, base) -> None:
         other = f"the adapter is not of {base}"
         too_deep = f"{other}: it changes {name}, and {base} has {cfg.n_layers} blocks"
         require(int(block) < cfg.n_layers, too_deep)
-        require(layer in shapes, f"{other}: it changes {name}, and {base} has no {layer}")
+        no_such_layer = f"{other}: it changes {name}, and {base} has no {layer}"
+        require(layer in shapes, f"{no_such_layer}: its ffn_type is {cfg.ffn_type}")
         n_out, n_in = shapes[layer]
         wanted = (adapter.rank, n_in) if factor == "lora_A" else (n_out, adapter.rank)
         shape = tuple(tensor.shape)

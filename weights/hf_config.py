@@ -55,6 +55,10 @@ ATTENTION_KEYS = """
     attn_uses_sequence_id sliding_window_size attn_logit_softcapping
 """.split()
 FFN_KEYS = ["ffn_type", "ffn_act_fn"]
+# Written only where they are set: older versions of LLM Foundry refuse keys that they do not know.
+LATER_KEYS = """
+    qk_gn sliding_window_size attn_logit_softcapping embedding_fraction final_logit_softcapping
+""".split()
 # Read by `kv_heads` and `check_rope`.
 OTHER_ATTENTION_KEYS = "attn_type kv_n_heads rope_impl rope_dail_config rope_hf_config".split()
 
@@ -216,20 +220,21 @@ def check_restated(group: dict, cfg: MPTConfig, source: str) -> None:
 
 
 def activation_of(ffn: dict, source: str) -> dict:
-    """{"ffn_act_fn": our name} for LLM Foundry's {"name": "silu"} in an ffn_config; {}: as usual.
+    """{"ffn_act_fn": "silu"} for {"name": "silu"} in an ffn_config; GELU if it has none.
 
-    UserError for one that is computed otherwise, such as the GELU by tanh.
+    UserError for an activation with arguments, such as the GELU by tanh.
     """
     given = ffn.get("ffn_act_fn")
     if given is None:
         return {"ffn_act_fn": "gelu"}
-    exact_gelu = given == {"name": "gelu", "approximate": "none"}
-    if exact_gelu or (isinstance(given, dict) and list(given) == ["name"]):
-        return {"ffn_act_fn": given["name"]}
-    expected = '{"name": "gelu"}, or "silu" or "relu" there'
-    raise UserError(
-        f"{source} sets ffn_act_fn to {files.shown(given)}: only {expected}, can be read"
-    )
+    has_name = isinstance(given, dict) and "name" in given
+    problem = f"{source} sets ffn_act_fn to {files.shown(given)}"
+    require(has_name, f'{problem}, expected an object such as {{"name": "silu"}}')
+    if given != {"name": "gelu", "approximate": "none"}:  # the exact GELU has a second name
+        arguments = ", ".join(str(key) for key in given if key != "name")
+        problem = f"{source} sets {program.one_line(arguments)} of ffn_act_fn"
+        require(not arguments, f"{problem}, which this project's MPT does not have")
+    return {"ffn_act_fn": given["name"]}
 
 
 def kv_heads(attention: dict, source: str) -> int | None:
@@ -307,17 +312,21 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
             values[name] = int(values[name])  # transformers accepts only whole numbers here
     types = {None: "multihead_attention", 1: "multiquery_attention"}  # by heads of keys and values
     attention = {"attn_type": types.get(cfg.kv_n_heads, "grouped_query_attention")}
-    attention |= {name: values[name] for name in ATTENTION_KEYS}
+    at_rest = [name for name in LATER_KEYS if values[name] == getattr(MPTConfig, name)]
+    attention |= {name: values[name] for name in ATTENTION_KEYS if name not in at_rest}
     if cfg.kv_n_heads not in types:
         attention["kv_n_heads"] = cfg.kv_n_heads
-    return {
+    settings = {
         "model_type": "mpt",
         "architectures": ["MptForCausalLM"],
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **{name: values[name] for name in MODEL_KEYS},
+        **{name: values[name] for name in MODEL_KEYS if name not in at_rest},
         "attn_config": attention,
-        "ffn_config": {"ffn_type": cfg.ffn_type, "ffn_act_fn": {"name": cfg.ffn_act_fn}},
     }
+    if (cfg.ffn_type, cfg.ffn_act_fn) != ("mptmlp", "gelu"):
+        activation = {"name": cfg.ffn_act_fn}
+        settings["ffn_config"] = {"ffn_type": cfg.ffn_type, "ffn_act_fn": activation}
+    return settings
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:

@@ -46,7 +46,7 @@ CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 TENSOR_NAME = re.compile(
     r"base_model\.model\.(transformer\.blocks\.(?:0|[1-9]\d{0,5})\."
-    r"(?:attn\.Wqkv|attn\.out_proj|ffn\.up_proj|ffn\.down_proj)\.lora_[AB])\.weight"
+    r"(?:attn\.(?:Wqkv|out_proj)|ffn\.(?:gate|up|down)_proj)\.lora_[AB])\.weight"
 )
 
 # Of adapter_config.json: what must be there, what may, and the types.

@@ -32,6 +32,7 @@ def function_settings(cfg: MPTConfig) -> dict:
         "alibi_bias_max": cfg.alibi,
         "rope_theta": cfg.rope,
         "max_seq_len": cfg.learned_positions,
+        "embedding_fraction": False,  # of gradients
     }
     return {name: values[name] for name in SAME_MODEL if has_effect.get(name, True)}
 

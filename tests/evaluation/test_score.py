@@ -62,7 +62,20 @@ def make_likeliest(mpt, row):
         row.ids[-1] = mpt(torch.from_numpy(row.ids)[None, :-1])[0, -1].argmax()
 
 
-@pytest.mark.parametrize("more", [{"alibi": True}, {}, {"rope": True, "kv_n_heads": 2}], ids=str)
+LLAMA_LIKE = {
+    "rope": True,
+    "kv_n_heads": 2,
+    "qk_gn": True,
+    "sliding_window_size": 7,
+    "attn_logit_softcapping": 0.5,
+    "ffn_type": "mptglu",
+    "norm_type": "rmsnorm",
+    "final_logit_softcapping": 0.7,
+}
+KINDS = [{"alibi": True}, {}, {"rope": True, "kv_n_heads": 2}, LLAMA_LIKE]
+
+
+@pytest.mark.parametrize("more", KINDS, ids=["alibi", "learned", "rope", "llama-like"])
 @pytest.mark.parametrize("batch_tokens", [70, 1000])
 def test_scores_equal_those_of_one_request_at_a_time(more, batch_tokens):
     mpt = model(**more)

@@ -94,7 +94,10 @@ def right_answers(mpt, task):
     return right
 
 
-@pytest.mark.parametrize("more", [{"alibi": True}, {}], ids=str)
+CAPPED = {"alibi": True, "sliding_window_size": 9, "final_logit_softcapping": 0.5}
+
+
+@pytest.mark.parametrize("more", [{"alibi": True}, {}, CAPPED], ids=str)
 def test_figures_equal_those_of_one_request_at_a_time(files, more):
     mpt = model(**more)
     tasks = tasks_of(files)

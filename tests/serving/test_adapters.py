@@ -11,10 +11,10 @@ from conftest import PATIENCE, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_adapters import write_random
-from test_decoder import TINY, model, random_ids
+from test_decoder import LLAMA_LIKE, TINY, model, random_ids
 
 import lora
-from config import LINEAR_LAYERS, MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig
 from model import seeded
 from program import UserError
 from serving.adapters import BASE, AdapterBank, bank_for, layers_of
@@ -37,6 +37,7 @@ KINDS = {
     "learned": {},
     "rope, gqa": {"rope": True, "kv_n_heads": 2},
     "no bias, untied": {"alibi": True, "no_bias": True, "tie_word_embeddings": False},
+    "llama-like": LLAMA_LIKE,
 }
 SETTINGS = {
     "all": {"lora_rank": 4, "lora_alpha": 8.0},
@@ -86,7 +87,7 @@ def merged(mpt, path):
 def bank_on(mpt, n_slots=4, rank=8, dtype=None, vocab_size=VOCAB, read=peft.adapter_at):
     """A decoder of a copy of a model, and a bank on it."""
     decoder = Decoder(copy.deepcopy(mpt), vocab_size, dtype)
-    return decoder, AdapterBank(decoder, n_slots, rank, LINEAR_LAYERS, read)
+    return decoder, AdapterBank(decoder, n_slots, rank, mpt.cfg.linear_layers(), read)
 
 
 def written(decoder, cfg, prompts, adapters, **sampling):
@@ -342,3 +343,15 @@ def test_a_bank_has_room_for_some_ranks_and_layers(files):
     bank.rank = 8
     message = refusal(bank.check, paths["last"], peft.read(paths["last"]))
     assert "transformer.blocks.1.attn.out_proj, for which the bank has no room" in message
+
+
+def test_an_adapter_of_a_gate_is_refused_by_a_model_without_one(tmp_path):
+    gated = MPTConfig(**TINY, ffn_type="mptglu")
+    path = write_adapter(tmp_path / "gate", gated, lora_targets="gate_proj")
+    _, bank = bank_on(model())
+    for refused in (
+        refusal(bank_for, Decoder(model(), 64), [path], 1, "runs/base"),
+        refusal(bank.check, path, peft.read(path)),
+    ):
+        assert f"{path}: the adapter is not of this model" in refused
+        assert "has no gate_proj: its ffn_type is mptmlp" in refused

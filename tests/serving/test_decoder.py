@@ -13,6 +13,19 @@ from serving.decoder import Decoder, PackedLinear, can_pack, generate, pick_dtyp
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=24)
+LLAMA_LIKE = {
+    "rope": True,
+    "kv_n_heads": 2,
+    "qk_gn": True,
+    "sliding_window_size": 5,
+    "attn_logit_softcapping": 0.5,
+    "ffn_type": "mptglu",
+    "ffn_act_fn": "silu",
+    "norm_type": "low_precision_rmsnorm",
+    "no_bias": True,
+    "tie_word_embeddings": False,
+    "final_logit_softcapping": 0.7,
+}
 KINDS = {
     "alibi": {"alibi": True},
     "learned": {},
@@ -24,6 +37,9 @@ KINDS = {
         "logit_scale": "inv_sqrt_d_model",
         "tie_word_embeddings": False,
     },
+    "llama-like": LLAMA_LIKE,
+    "window": {"alibi": True, "sliding_window_size": 5, "ffn_act_fn": "relu"},
+    "no positions": {"learned_pos_emb": False, "sliding_window_size": 0, "qk_ln": True},
 }
 every_kind = pytest.mark.parametrize("more", KINDS.values(), ids=KINDS)
 

@@ -13,7 +13,7 @@ from conftest import PATIENCE, refusal, slowly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_adapters import bank_on, random_tensors
-from test_decoder import decoder, model
+from test_decoder import LLAMA_LIKE, decoder, model
 
 from model import MPT
 from program import UserError
@@ -37,6 +37,8 @@ KINDS = {
     "learned": {},
     "rope": {"rope": True},
     "gqa": {"alibi": True, "kv_n_heads": 2},
+    "llama-like": LLAMA_LIKE,
+    "window": {"alibi": True, "sliding_window_size": 5},
 }
 SAMPLINGS = [
     Sampling(temperature=0),
@@ -357,7 +359,7 @@ def test_if_the_decoder_fails_all_running_texts_do_and_the_others_go_on():
         return decode(ids, cache)
 
     engine = Engine(decode, n_rows=3)
-    known = {name: getattr(decode, name) for name in ("model", "device", "cache_dtype")}
+    known = {name: getattr(decode, name) for name in ("model", "cfg", "device", "cache_dtype")}
     engine.decoder = mock.Mock(side_effect=sometimes, **known)
     many = [request("x" * i, 8, adapter=ADAPTERS[i % 4]) for i in range(1, 10)]
     finished(engine, *many)
@@ -504,13 +506,15 @@ def test_nothing_leaks_and_everybody_is_served(moves, n_rows, n_slots):
     assert_nothing_is_held(engine)
 
 
-def test_steps_are_counted():
-    engine = Engine(decoder(tiny("alibi"), V))
+@pytest.mark.parametrize("kind", ["alibi", "window"])
+def test_steps_are_counted(kind):
+    engine = Engine(decoder(tiny(kind), V))
     finished(engine, request("abc", 5), request("a", 5))
     speed = engine.speed
     assert (speed.prompt_tokens, speed.prompts, speed.steps, speed.tokens) == (4, 2, 4, 8)
     # 3 tokens of the longer prompt, and one more in each step; 2 rows
-    assert speed.cached_tokens == 2 * (4 + 5 + 6 + 7)
+    columns = [4, 5, 6, 6] if kind == "window" else [4, 5, 6, 7]  # 5 before a token's own
+    assert speed.cached_tokens == 2 * sum(columns)
     assert speed.seconds > 0 and speed.prompt_seconds > 0
 
 

@@ -1,6 +1,7 @@
 """serving/stream.py and serving/speed.py: ends of texts, what is shown when, speed."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,8 @@ def test_milliseconds_by_hand():
     ms = (weights + 8 * 1000 * kv_per_token) / 2039e9 * 1e3
     assert ms_per_token(m, 8, 1000, 2039) == pytest.approx(ms)
     assert ms_per_token(m, 8, 1000, 2039, width=4) == pytest.approx(2 * ms)
+    window = replace(m, sliding_window_size=999)  # and the token's own key
+    assert ms_per_token(window, 8, 5000, 2039) == pytest.approx(ms)
 
 
 @pytest.mark.parametrize("tied", [True, False])

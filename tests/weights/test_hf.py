@@ -35,6 +35,15 @@ VARIANTS = {
     "storywriter": dict(alibi=True, alibi_bias_max=16, clip_qkv=0.3, no_bias=True),
     "wide": dict(expansion_ratio=2.5, softmax_scale=0.2, logit_scale=0.5, norm_type="layernorm"),
     "packed": dict(attn_uses_sequence_id=True, emb_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1),
+    "gated": dict(ffn_type="mptglu", ffn_act_fn="silu", norm_type="rmsnorm", rope=True),
+    "capped": dict(
+        qk_gn=True,
+        sliding_window_size=5,
+        attn_logit_softcapping=0.7,
+        final_logit_softcapping=0.4,
+        embedding_fraction=0.5,
+        ffn_act_fn="relu",
+    ),
 }
 
 
@@ -156,16 +165,22 @@ SETTINGS = {
     "tie_word_embeddings": False,
     "rope": True,
     "learned_pos_emb": True,
-    "norm_type": "layernorm",
+    "norm_type": "low_precision_rmsnorm",
     "attn_pdrop": 0.1,
+    "ffn_type": "mptglu",
+    "ffn_act_fn": "silu",
+    "qk_gn": True,
+    "sliding_window_size": 3,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 0.5,
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
+@pytest.mark.parametrize("name, value", [*SETTINGS.items(), ("norm_type", "layernorm")])
+def test_what_transformers_does_not_know_is_warned_of(name, value, tmp_path, capsys):
     """A warning if and only if transformers refuses the folder or computes other logits."""
     transformers = pytest.importorskip("transformers")
-    more = LIKE_TRANSFORMERS | {name: SETTINGS[name]}
+    more = LIKE_TRANSFORMERS | {name: value}
     if name in ("rope", "learned_pos_emb"):
         more["alibi"] = False
     model = build(replace(SMALL, **more))
@@ -181,7 +196,7 @@ def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
         assert is_refusal or "Validation" in type(error).__name__
         works_there = False
     assert works_there == (not warning)
-    assert works_there == (f"{name}={SETTINGS[name]}" not in warning)
+    assert works_there == (f"{name}={value}" not in warning)
 
     # A folder that transformers wrote: which of these settings did it follow?
     settings = json.loads((tmp_path / "out/config.json").read_text())
@@ -243,7 +258,7 @@ def save_composer(path, model, more=None, **state):
 
 
 def test_composer_checkpoints(tmp_path):
-    cfg = replace(SMALL, qk_ln=True, tie_word_embeddings=False)
+    cfg = replace(SMALL, tie_word_embeddings=False, **VARIANTS["gated"])
     model, path = build(cfg), tmp_path / "ep0-ba7-rank0.pt"
     content = {
         "file_extension": ".json",
@@ -510,16 +525,16 @@ def test_nothing_is_half_written(tmp_path, theirs):
     assert hf.settings_of(tmp_path / "empty") == SMALL
 
 
-def gated(cfg):
+def routed(cfg):
     """A model of a forker, whose feed-forwards have one more weight."""
     model = build(cfg)
     for block in model.transformer.blocks:
-        block.ffn.gate_proj = torch.nn.Linear(48, 192, bias=False)
+        block.ffn.router = torch.nn.Linear(48, 8, bias=False)
     return model
 
 
 def test_weights_that_the_format_lacks_are_not_exported(tmp_path):
-    assert "ffn.gate_proj.weight" in refusal(hf.export, gated(SMALL), tmp_path / "out")
+    assert "ffn.router.weight" in refusal(hf.export, routed(SMALL), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -35,6 +35,7 @@ def through_json(value):
     return json.loads(json.dumps(value))
 
 
+SWIGLU = {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}}
 MPT_7B = MPTConfig(
     d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True, no_bias=True
 )
@@ -62,6 +63,35 @@ BY_TRANSFORMERS = {"model_type": "mpt", "architectures": ["MptForCausalLM"]}
             replace(MPT_7B, alibi=False, rope=True),
         ),
         (like_hub({"logit_scale": 0.5}, qk_ln=True), replace(MPT_7B, logit_scale=0.5, qk_ln=True)),
+        (
+            like_hub(
+                {"norm_type": "rmsnorm", "ffn_config": SWIGLU, "expansion_ratio": 2.6875},
+                sliding_window_size=4096,
+                qk_gn=True,
+            ),
+            replace(
+                MPT_7B,
+                norm_type="rmsnorm",
+                ffn_type="mptglu",
+                ffn_act_fn="silu",
+                expansion_ratio=2.6875,
+                sliding_window_size=4096,
+                qk_gn=True,
+            ),
+        ),
+        (like_hub({"ffn_config": {"ffn_type": "mptglu"}}), replace(MPT_7B, ffn_type="mptglu")),
+        (
+            like_hub(
+                {"final_logit_softcapping": 30.0, "embedding_fraction": 0.5},
+                attn_logit_softcapping=50,
+            ),
+            replace(
+                MPT_7B,
+                final_logit_softcapping=30.0,
+                embedding_fraction=0.5,
+                attn_logit_softcapping=50.0,
+            ),
+        ),
         ({"model_type": "mpt"}, MPTConfig()),  # LLM Foundry's defaults are MPTConfig's
         (BY_TRANSFORMERS, MPTConfig(alibi=True, no_bias=True)),
     ],
@@ -109,13 +139,17 @@ def test_settings_at_rest_change_nothing():
 
 
 TANH_GELU = {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}
+SILU_TWICE = {"ffn_act_fn": {"name": "silu", "beta": 2}}
 LINEAR_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "linear", "factor": 2.0}}
 TUNED = {"attn_temperature_tuning": {"floor_scale": 8192, "attn_scale": 0.1}}
 
 
 REFUSED = [  # one for each reason
     (like_hub(nonsense=3), "nonsense to 3"),
-    (like_hub(sliding_window_size=256), "sliding_window_size"),
+    (like_hub(sliding_window_size="8"), "sliding_window_size"),
+    (like_hub({"sliding_window_size": 8}), "move it to attn_config"),
+    (like_hub(attn_logit_softcapping=0), "attn_logit_softcapping"),
+    (like_hub(qk_ln=True, qk_gn=True), "qk_ln and qk_gn"),
     (like_hub(fused_qkv=None), "fused_qkv to None"),
     (like_hub(**TUNED), "attn_temperature_tuning.attn_scale to 0.1"),
     (like_hub(attn_temperature_tuning=[1]), "attn_temperature_tuning to list"),
@@ -132,8 +166,16 @@ REFUSED = [  # one for each reason
     (like_hub(rope=True), "rope and alibi"),
     (with_rope(rope_dail_config={"type": "xpos"}), "rope_dail_config to 'xpos'"),
     (with_rope(**LINEAR_ROPE), "config to 'linear'"),
-    (like_hub({"ffn_config": TANH_GELU}), "ffn_act_fn"),
-    (like_hub({"norm_type": "rmsnorm"}), "norm_type"),
+    (like_hub({"ffn_config": TANH_GELU}), "sets approximate of ffn_act_fn"),
+    (like_hub({"ffn_config": SILU_TWICE}), "sets beta of ffn_act_fn"),
+    (like_hub({"ffn_config": {"ffn_act_fn": {"name": "tanh"}}}), "one of: gelu, silu, relu"),
+    (like_hub({"ffn_config": {"ffn_act_fn": {"name": ["silu"]}}}), "ffn_act_fn"),
+    (like_hub({"ffn_config": {"ffn_act_fn": "silu"}}), "ffn_act_fn to 'silu', expected an object"),
+    (like_hub({"ffn_config": {"ffn_type": "mb_moe"}}), "ffn_type in config.json is 'mb_moe'"),
+    (like_hub({"ffn_config": {"ffn_type": "te_ln_mlp"}}), "expected one of: mptmlp, mptglu"),
+    (like_hub({"ffn_type": "mptglu"}), "move it to ffn_config"),
+    (like_hub({"norm_type": "triton_rmsnorm"}), "norm_type in config.json is 'triton_rmsnorm'"),
+    (like_hub({"norm_type": "rmsnorm", "norm_eps": 1e-6}), "norm_eps to 1e-06"),
     (like_hub({"ffn_config": {"fc_type": {"name": "te"}}}), "fc_type.name to 'te'"),
     ({"model_type": "llama", "hidden_size": 8}, "model_type 'llama'"),
 ]
@@ -144,11 +186,11 @@ def test_what_we_do_not_have_is_refused_by_name(settings, named):
     assert named in refusal(hf_config.config_from, settings)
 
 
-def test_dropouts_and_packing_are_warned_of():
-    more = {"resid_pdrop": 0.1, "attn_uses_sequence_id": True}
+def test_what_counts_in_training_alone_is_warned_of():
+    more = {"resid_pdrop": 0.1, "attn_uses_sequence_id": True, "embedding_fraction": 0.5}
     lost = hf_config.lost_in_transformers(replace(SMALL, **LIKE_TRANSFORMERS, **more))
     named = [setting.split()[0] for setting in lost]
-    assert named == ["attn_uses_sequence_id=True", "resid_pdrop=0.1"]
+    assert named == ["attn_uses_sequence_id=True", "embedding_fraction=0.5", "resid_pdrop=0.1"]
 
 
 # --- settings and weights that the format lacks
@@ -158,12 +200,13 @@ def test_dropouts_and_packing_are_warned_of():
 class Forked(MPTConfig):
     """Settings as a forker adds them."""
 
-    window: int = 0
+    n_experts: int = 0
     norm_type: str = "low_precision_layernorm"
 
 
 @pytest.mark.parametrize(
-    "name, value", [("window", 8), ("norm_type", "rmsnorm"), ("norm_type", "low_precision_rmsnorm")]
+    "name, value",
+    [("n_experts", 8), ("norm_type", "batchnorm"), ("norm_type", "low_precision_batchnorm")],
 )
 def test_settings_that_the_format_lacks_are_not_exported(name, value):
     cfg = Forked(**asdict(SMALL))

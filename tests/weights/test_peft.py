@@ -29,6 +29,7 @@ from weights import hf, load, peft, tensor_files
 
 CPU = torch.device("cpu")
 CFG = replace(SMALL, n_layers=3, vocab_size=300, **LIKE_TRANSFORMERS)
+GATED = replace(CFG, ffn_type="mptglu", ffn_act_fn="silu", norm_type="rmsnorm")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 TUNE = TrainConfig(init_from="base", lora_rank=4)
 THEIRS = pytest.importorskip("peft", reason="see requirements-dev.txt")
@@ -59,9 +60,9 @@ def their_model(folder):
     return copy.deepcopy(loaded(folder))
 
 
-def with_adapters(settings):
-    """Our model of `base` with adapters as if they had been trained."""
-    model = build(CFG)
+def with_adapters(settings, cfg=CFG):
+    """Our model (of `base`) with adapters as if they had been trained."""
+    model = build(cfg)
     lora.put_on(model, settings)
     generator = torch.Generator().manual_seed(5)
     for param in lora.adapters_of(model).values():
@@ -146,10 +147,38 @@ def test_they_read_what_we_write(more, base, tmp_path):
     again = peft.read(tmp_path / "out")
     assert (again.rank, again.scale) == (settings.lora_rank, settings.lora_scale)
     assert again.base == str(base)
-    assert peft.placed(again, CFG).lora_targets == settings.lora_targets
+    placed = CFG.adapted_layers(peft.placed(again, CFG).lora_targets)
+    assert placed == CFG.adapted_layers(settings.lora_targets)
     assert peft.placed(again, CFG).lora_last_blocks == settings.lora_last_blocks
     for name, tensor in lora.adapters_of(ours).items():
         assert torch.equal(again.tensors[name], tensor)
+
+
+@torch.no_grad()
+def test_adapters_of_a_gated_feed_forward(tmp_path):
+    """There and back. peft gets our model: that of transformers has no gate_proj."""
+    ids = tokens(GATED)
+    ours = with_adapters(TUNE, GATED)
+    write(tmp_path / "ours", ours, TUNE, str(tmp_path / "base"))
+    change_config(tmp_path / "ours", task_type=None)  # CAUSAL_LM is for models of transformers
+    theirs = THEIRS.PeftModel.from_pretrained(build(GATED), tmp_path / "ours").eval()
+    assert relative_error(theirs(ids), ours(ids)) < 1e-5
+    assert relative_error(build(GATED)(ids), ours(ids)) > 1e-2
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    found = peft.read(tmp_path / "theirs")
+    assert "transformer.blocks.2.ffn.gate_proj.lora_B" in found.tensors
+    assert found.tensors.keys() == lora.adapters_of(ours).keys()
+    for name, tensor in lora.adapters_of(ours).items():
+        assert torch.equal(found.tensors[name], tensor)
+
+    hf.export(build(GATED), tmp_path / "base")
+    name_tokenizer(tmp_path / "base")
+    peft.import_(tmp_path / "theirs", tmp_path / "run", str(tmp_path / "base"))
+    peft.merge(tmp_path / "run", tmp_path / "merged")
+    for run in ("run", "merged"):
+        found, _, _ = load.load_for_sampling(str(tmp_path / run), None, CPU)
+        assert relative_error(found(ids), ours(ids)) < 1e-5
 
 
 def test_what_peft_cannot_hold_is_not_written(tmp_path):
@@ -316,6 +345,14 @@ def test_an_adapter_of_another_base_is_one_line(other, message, sound, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+def test_an_adapter_of_a_gate_that_the_base_lacks_is_one_line(base, tmp_path):
+    write(tmp_path / "gated", with_adapters(TUNE, GATED), TUNE)
+    for use in (peft.import_, peft.merge):
+        text = refusal(use, tmp_path / "gated", tmp_path / "run", str(base))
+        assert "blocks.0.ffn.gate_proj.lora_A" in text
+        assert f"{base} has no gate_proj: its ffn_type is mptmlp" in text
+
+
 @pytest.mark.parametrize(
     "more, blocks",
     [
@@ -345,7 +382,7 @@ def test_there_and_back(base, tmp_path, capsys):
         lora_rank=4,
         lora_alpha=12,
         lora_last_blocks=2,
-        lora_targets=",".join(LINEAR_LAYERS),
+        lora_targets="Wqkv,out_proj,up_proj,down_proj",
     )
     assert set(hf.weights_of(read_metadata(step))) == set(peft.read(tmp_path / "theirs").tensors)
     sampled, tokenizer, name = load.load_for_sampling(str(run), None, CPU)
