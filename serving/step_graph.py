@@ -131,9 +131,12 @@ class StepCache(KVCache):
 def suits(decoder) -> bool:
     """Whether steps of this decoder are captured: on a GPU, if attention takes `VisibleKeys`.
 
-    With ALiBi in 16 bits only the kernel does: SDPA would round the bias to 16 bits.
+    With ALiBi in 16 bits only the kernel does: SDPA would round the bias to 16 bits. Tensor ranks
+    would have to capture their collectives, each at the same step as the others.
     """
     cfg, dtype = decoder.cfg, decoder.cache_dtype
+    if decoder.team:
+        return False
     if decoder.device.type != "cuda" or attention.function_of(cfg.attn_impl) != "auto":
         return False
     if cfg.attn_logit_softcapping is not None:
