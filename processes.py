@@ -274,12 +274,9 @@ def run(main) -> None:
 
 
 def run_alone_or_with_others(main) -> None:
-    """`run` if a launcher has started several ranks, else `program.run`."""
-    try:
-        _, size, _, _ = program.read_launcher()
-    except UserError:
-        size = 1  # main will say so
-    if size > 1:
+    """`run` if torchrun has started this process, else `program.run`: it may be one of many tasks
+    of srun, each of which serves by itself."""
+    if "RANK" in os.environ:
         run(main)
     program.run(main)
 

@@ -106,7 +106,7 @@ def main(argv) -> None:
     from web.server import Server
 
     require_work(run, cfg)
-    if program.rank() > 0:
+    if cfg.tp > 1 and program.rank() > 0:
         follow_rank_0(cfg, run)
         return
     is_safe = is_loopback(cfg.host) or cfg.keys or cfg.force

@@ -23,6 +23,7 @@ its own heads. Rank 0 has the engine (serving/engine.py), and tells the others w
 import contextlib
 import datetime
 import itertools
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -300,11 +301,12 @@ class SharedBatch:
 def start_ranks(model_cfg: MPTConfig, tp: int) -> tuple[torch.device, Team | None]:
     """Join the other tensor ranks. Returns this rank's device and its team, None if it is alone.
 
-    UserError unless there are exactly tp ranks, and the model can be cut into so many parts.
+    UserError unless torchrun has started exactly tp ranks, and the model can be cut so.
     """
-    _, size, _, _ = program.read_launcher()
-    start = f"torchrun --nproc_per_node={tp}" if tp > 1 else "one process, without torchrun"
-    require(size == tp, f"--tp={tp}, but there are {size} ranks: start {start}, or set --tp={size}")
+    is_rank = "RANK" in os.environ  # torchrun's: tasks of srun alone are replicas
+    _, size, _, _ = program.read_launcher() if is_rank else (0, 1, 0, 1)
+    start = f"start torchrun --nproc_per_node={tp}" if tp > 1 else "start it without torchrun"
+    require(size == tp, f"--tp={tp}, but torchrun has started {size} ranks: {start}")
     if tp == 1:
         return processes.pick_device("auto", 0, 1, 1), None
     model_cfg.check_tensor_ranks(tp, sequence_parallel=False)
