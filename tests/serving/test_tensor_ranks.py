@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import slowly
 from test_adapters import random_tensors
 from test_engine import ADAPTERS, KINDS, SAMPLINGS, STEMS, V, alone, request, served, tiny
 
@@ -76,7 +77,7 @@ def write_in_company(world, kind):
     return [(one.text.ids, one.text.end) for one in requests], largest
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gqa", *(slowly(kind) for kind in KINDS if kind != "gqa")])
 def test_texts_are_those_of_one_process(ranks, kind):
     found, _ = ranks(2)(write_in_company, kind)
     texts, largest_step = found
