@@ -4,6 +4,7 @@
     python generate.py runs/demo --prompts=prompts.txt --stop=";" --json
     python generate.py path/to/mpt-7b --tokenizer=gpt2 --interactive
     python generate.py runs/demo --adapter=runs/a --prompt="def f" --adapter=none --prompt="class"
+    torchrun --nproc_per_node 8 generate.py runs/my70b --tp=8     too large for one device
 
 RUN is a run folder, one checkpoint in it, or a Hugging Face folder. --prompt, --stop and --adapter
 may be given several times. A prompt should not end with a space, which is the first character of
@@ -43,11 +44,12 @@ from program import UserError, require
 from serving.adapters import BASE, bank_for
 from serving.decoder import Decoder, pick_dtype
 from serving.engine import Engine, Event, Request
+from serving.rows import follow, leading, start_ranks
 from serving.sampling import Sampling
 from serving.speed import Speed
 from serving.stream import Text
 from text import corpus
-from weights.load import load_for_sampling
+from weights.load import find, load_for_sampling, settings_of
 
 
 @dataclass
@@ -67,6 +69,7 @@ class GenerateSettings:
     seed: Int[0, 10**18] = 1  # with the prompt and how often it came before, it decides the text
     batch_size: Int[1, 10**6] = 8  # texts generated together
     json: bool = False  # print one JSON object per text and line
+    tp: Int[1, 2**16] = 1  # ranks over which each layer is cut: see tensor_parallel.py
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own; gpt2 if it names none)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
@@ -88,6 +91,8 @@ class GenerateSettings:
         untrained = "--step=0 is the model before training, to which no adapter belongs"
         fix = "remove --step, or give a checkpoint as RUN"
         require(not (has_adapter and self.step == 0), f"{untrained}: {fix}")
+        typed = "--interactive reads the terminal, which torchrun keeps"
+        require(not (self.interactive and self.tp > 1), f"{typed}: give --prompt, or set --tp=1")
 
 
 def main(argv) -> None:
@@ -98,13 +103,13 @@ def main(argv) -> None:
         prompts += read_prompts(cfg.prompts)
     adapters = adapters_of(prompts or [""], cfg.adapter)
     interactive = cfg.interactive
-    if not prompts and not cfg.json and sys.stdin:  # None: the caller has closed it
+    if not prompts and not cfg.json and sys.stdin and cfg.tp == 1:  # None: the caller closed it
         interactive = interactive or sys.stdin.isatty()
 
-    device = processes.pick_device("auto", 0, 1, 1)
+    device, team = start_ranks(settings_of(find(run)), cfg.tp)
     dtype = pick_dtype(cfg.precision, device)
     model, tokenizer, name = load_for_sampling(
-        run, cfg.step, device, cfg.tokenizer, in_fp32=dtype == torch.float32
+        run, cfg.step, device, cfg.tokenizer, team, in_fp32=dtype == torch.float32
     )
     require(
         tokenizer.vocab_size <= model.cfg.vocab_size,
@@ -115,6 +120,9 @@ def main(argv) -> None:
     used = list(dict.fromkeys(path for path in adapters if path != BASE))
     if used:  # then --step is not 0, and `name` is the path of the weights
         bank_for(decoder, used, min(len(used), cfg.batch_size), name)
+    if team and team.rank > 0:
+        follow(decoder)
+        return
     speed = Speed()
     times_asked = collections.Counter()
 
@@ -134,14 +142,15 @@ def main(argv) -> None:
             repeat,
         )
 
-    if interactive:
-        print(f"--- {name} --- type a line to continue; an empty line quits", file=sys.stderr)
-        answer_typed_prompts(decoder, new_text, speed, cfg)
-    else:
-        texts = [new_text(*pair) for pair in zip(prompts or [""], adapters, strict=True)]
-        if not cfg.json:
-            print(f"--- {name} ---", flush=True)
-        answer_given_prompts(decoder, texts, speed, cfg)
+    with leading(decoder):
+        if interactive:
+            print(f"--- {name} --- type a line to continue; an empty line quits", file=sys.stderr)
+            answer_typed_prompts(decoder, new_text, speed, cfg)
+        else:
+            texts = [new_text(*pair) for pair in zip(prompts or [""], adapters, strict=True)]
+            if not cfg.json:
+                print(f"--- {name} ---", flush=True)
+            answer_given_prompts(decoder, texts, speed, cfg)
     print(speed.report(decoder), file=sys.stderr)
 
 
@@ -240,4 +249,4 @@ def as_section(text: Text, number: int) -> str:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    processes.run_alone_or_with_others(main)

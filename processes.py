@@ -9,6 +9,7 @@
 How several ranks find each other is in launch/rendezvous.py.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -221,6 +222,21 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
         return dist.new_group(backend="gloo", timeout=timeout)
 
 
+@contextlib.contextmanager
+def acting_alone():
+    """In here this rank does by itself what would else be a collective of all ranks.
+
+    Only a group that is named still communicates: rank 0 of a server reads files, while the others
+    wait for its next step.
+    """
+    everybody = dist.group.WORLD
+    dist.group.WORLD = None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = everybody
+
+
 # -------------------------------------------------------------------------------------------------
 # The end
 
@@ -255,6 +271,14 @@ def run(main) -> None:
     if status == 2:
         program.end_torchrun()  # a restart would only fail in the same way
     os._exit(program.flush(status))
+
+
+def run_alone_or_with_others(main) -> None:
+    """`run` if torchrun has started this process, else `program.run`: it may be one of many tasks
+    of srun, each of which serves by itself."""
+    if "RANK" in os.environ:
+        run(main)
+    program.run(main)
 
 
 def end_with_thread(failure) -> None:

@@ -5,6 +5,7 @@
     python serve.py runs/demo --jobs=jobs      and, elsewhere, python -m web.worker jobs
     python serve.py runs/demo --runs=runs      and a page that shows the curves of runs
     python serve.py --runs=runs                the page alone, without a model
+    torchrun --nproc_per_node 8 serve.py runs/my70b --tp=8     too large for one device
 
 RUN is a run folder, one checkpoint in it, or a Hugging Face folder. A request's `model` names it,
 or an adapter of the folder --adapters: PEFT folders and finished runs with --lora_rank.
@@ -23,6 +24,7 @@ import ipaddress
 import json
 import os
 import shlex
+import signal
 import socket
 import sys
 import threading
@@ -43,7 +45,7 @@ from serving.catalog import Catalog
 from serving.constraint import Constraints
 from serving.decoder import Decoder, pick_dtype
 from serving.engine import AHEAD, Engine
-from serving.rows import SLACK
+from serving.rows import SLACK, follow, leading, start_ranks
 from serving.speed import kv_bytes_per_token
 from storage import checkpoint_files
 from text import chat
@@ -68,6 +70,7 @@ class ServeSettings:
     rows: Int[1, 10**6] = 32  # texts that are generated together; others wait
     max_tokens: Int[2, 10**15] = 2048  # of a text with its prompt; at most the learned positions
     prefix_mb: Int[0, 10**9] = 256  # for the beginnings of prompts, which several may share
+    tp: Int[1, 2**16] = 1  # ranks over which each layer is cut: see tensor_parallel.py
     threads: Int[1, 10**4] = 1  # of PyTorch; more are slower if other programs run on a CPU
     max_requests: Int[1, 10**9] = 12800  # open at the same time; more get status 429
     max_seconds: Int[1, 10**9] = 600  # of a request
@@ -103,6 +106,9 @@ def main(argv) -> None:
     from web.server import Server
 
     require_work(run, cfg)
+    if cfg.tp > 1 and program.rank() > 0:
+        follow_rank_0(cfg, run)
+        return
     is_safe = is_loopback(cfg.host) or cfg.keys or cfg.force
     require(is_safe, f"--host={cfg.host} lets everybody in: give --keys=FILE, or --force")
     keys = guard.read_keys(cfg.keys) if cfg.keys else []
@@ -110,36 +116,55 @@ def main(argv) -> None:
     most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
     require(most_open > 0, f"only {n_files} files may be open: raise it with ulimit -n")
 
-    service = service_of(cfg, run, most_open) if run else Service(Catalog())
-    hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
-    folders = {"": cfg.runs} if cfg.runs else {}
-    folders |= {"jobs": f"{cfg.jobs}/models"} if cfg.jobs else {}
-    application = app.build(service, keys, hosts, most_open, folders)
-    with listening(cfg.host, cfg.port) as waiting:
-        ready = example(waiting, service.catalog.base, keys)
-        server = Server(application, service, cfg.drain_seconds, ready)
-        asyncio.run(server.serve([waiting]))
+    found = decoder_of(cfg, run) if run else None
+    with leading(found and found[0]):
+        service = service_of(cfg, run, most_open, *found) if run else Service(Catalog())
+        hosts = ["127.0.0.1", "::1", "localhost", cfg.host] if is_loopback(cfg.host) else []
+        folders = {"": cfg.runs} if cfg.runs else {}
+        folders |= {"jobs": f"{cfg.jobs}/models"} if cfg.jobs else {}
+        application = app.build(service, keys, hosts, most_open, folders)
+        with listening(cfg.host, cfg.port) as waiting:
+            ready = example(waiting, service.catalog.base, keys)
+            server = Server(application, service, cfg.drain_seconds, ready)
+            asyncio.run(server.serve([waiting]))
+        if service.engine and service.engine.batch.lost:
+            raise service.engine.batch.lost
 
 
-def service_of(cfg: ServeSettings, run: str, most_texts: int):
-    """The model and its engine, as the endpoints take them (web/completions.py::Service)."""
-    from web.completions import Service
+def follow_rank_0(cfg: ServeSettings, run: str) -> None:
+    """Compute this tensor rank's part of what rank 0 serves, until it ends."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun and terminals send these to all
+        signal.signal(number, signal.SIG_IGN)
+    decoder, _, _ = decoder_of(cfg, run)
+    if cfg.adapters or cfg.jobs:
+        bank_of(cfg, decoder)
+    follow(decoder)
 
+
+def decoder_of(cfg: ServeSettings, run: str):
+    """The model, ready for inference, its tokenizer, and the path of its weights."""
     torch.set_num_threads(cfg.threads)
-    device = processes.pick_device("auto", 0, 1, 1)
+    model_cfg = settings_of(find(run))
+    device, team = start_ranks(model_cfg, cfg.tp)
     dtype = pick_dtype(cfg.precision, device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        require_room(cfg, settings_of(find(run)), dtype.itemsize, free)
+        require_room(cfg, model_cfg, dtype.itemsize, free)
     model, tokenizer, path = load_for_sampling(
-        run, cfg.step, device, cfg.tokenizer, in_fp32=dtype == torch.float32
+        run, cfg.step, device, cfg.tokenizer, team, in_fp32=dtype == torch.float32
     )
+    return Decoder(model, tokenizer.vocab_size, dtype), tokenizer, path
+
+
+def service_of(cfg: ServeSettings, run: str, most_texts: int, decoder: Decoder, tokenizer, path):
+    """The model and its engine, as the endpoints take them (web/completions.py::Service)."""
+    from web.completions import Service
+
     chat_template = cfg.chat_template or template_of(path)
     template = chat.load_template(chat_template, tokenizer.special_tokens)
     finetuning = finetuning_of(cfg, path, chat_template)
-    decoder = Decoder(model, tokenizer.vocab_size, dtype)
     catalog = catalog_of(cfg, decoder, run, path)
-    max_tokens = longest_text(cfg, model.cfg)
+    max_tokens = longest_text(cfg, decoder.cfg)
     engine = Engine(decoder, cfg.rows, max_tokens, prefix_bytes=cfg.prefix_mb * 2**20)
     return Service(
         engine=engine,
@@ -190,18 +215,16 @@ def require_work(run: str, cfg: ServeSettings) -> None:
     need = "the model that they belong to: python serve.py RUN"
     require(run or not cfg.adapters, f"--adapters needs {need}")
     require(run or not cfg.jobs, f"--jobs needs {need}")
-    is_alone = os.environ.get("ROLE_WORLD_SIZE", "1") == "1"  # torchrun's number of ranks
-    fix = "start one serve.py for each device, without torchrun (web/README.md)"
-    require(is_alone, f"a model is served by one device: {fix}")
+    require(run or cfg.tp == 1, f"--tp={cfg.tp} needs a model: python serve.py RUN")
 
 
 def require_room(cfg: ServeSettings, model: MPTConfig, width: int, free: int) -> None:
     """UserError if weights, rows and beginnings of prompts take more than the free bytes.
 
-    width: bytes of a number.
+    width: bytes of a number. Each tensor rank has its part of the weights and rows.
     """
-    weights = width * n_params(model)
-    row = (longest_text(cfg, model) + SLACK) * kv_bytes_per_token(model, width)
+    weights = width * n_params(model) // cfg.tp
+    row = (longest_text(cfg, model) + SLACK) * kv_bytes_per_token(model, width) // cfg.tp
     shared = cfg.prefix_mb * 2**20
     n_fit = (free - weights - shared) // row - 1  # one more for the prompt that is read
     gib = [f"{n_bytes / 2**30:.1f} GiB" for n_bytes in (weights, row, free)]
@@ -220,12 +243,17 @@ def catalog_of(cfg: ServeSettings, decoder: Decoder, run: str, path: str) -> Cat
     fingerprint = fingerprint_of(Path(path))
     read = partial(read_adapter, base=name, base_fingerprint=fingerprint)
     catalog = Catalog(name, folder, read, check=lambda *found: decoder.bank.check(*found))
-    layers = decoder.cfg.linear_layers()
-    AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, layers, catalog.read)
+    bank_of(cfg, decoder).read = catalog.read
     threading.Thread(target=catalog.usable, daemon=True).start()  # reads all, before they are asked
     if (Path(folder) / name).exists():
         print(f"note: the adapter {name} has the base's name: set another --name", file=sys.stderr)
     return catalog
+
+
+def bank_of(cfg: ServeSettings, decoder: Decoder) -> AdapterBank:
+    """Room for the adapters of all texts that run or load."""
+    layers = decoder.cfg.linear_layers()
+    return AdapterBank(decoder, cfg.rows + AHEAD, cfg.max_lora_rank, layers)
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -266,4 +294,4 @@ def template_of(path: str) -> str:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    processes.run_alone_or_with_others(main)

@@ -46,6 +46,7 @@ from model import MPT
 from program import UserError, require
 from serving.decoder import Decoder, PackedLinear
 from storage import checkpoint_files
+from tensor_parallel import ColumnLinear, Layout, RowLinear
 from weights import load, peft
 from weights.peft import Adapter
 
@@ -55,41 +56,63 @@ BASE = "none"  # as the name of an adapter: the model itself
 # Layers
 
 
-class Banked:
-    """A mix-in that stands before a linear layer's class: W x + b + B A x.
-
-    A and B are those of each row's slot.
-    """
+class BankedLinear(nn.Linear):
+    """W x + b + B A x. A and B are those of each row's slot."""
 
     def forward(self, x):
         """x (rows, T, in) -> (rows, T, out)."""
-        y = super().forward(x)
-        rows = self.bank.rows
-        if rows is None:
-            return y
-        wide = x.to(self.factors.dtype)
-        widths = [x.shape[-1], y.shape[-1]]
-        if isinstance(rows, int):  # all rows have one slot
-            A, B = self.factors[rows].split(widths, dim=-1)  # (r, in), (r, out)
-            updated = y + (wide @ A.T) @ B
-        else:
-            # One slot for each row, or (in a captured step) one for all: (rows or 1, r, in or out)
-            slots = self.factors.index_select(0, rows).expand(len(x), -1, -1)
-            A, B = slots.split(widths, dim=-1)
-            low = torch.bmm(wide, A.mT)  # (rows, T, r)
-            updated = torch.baddbmm(y.to(wide.dtype), low, B)
-        return updated.to(y.dtype)
+        return with_update(self, x, super().forward(x))
 
 
-class BankedLinear(Banked, nn.Linear):
-    """nn.Linear with a bank."""
+class BankedPackedLinear(PackedLinear):
+    """The same for packed weights."""
+
+    def forward(self, x):
+        """x (rows, T, in) -> (rows, T, out)."""
+        return with_update(self, x, super().forward(x))
 
 
-class BankedPackedLinear(Banked, PackedLinear):
-    """PackedLinear with a bank."""
+class BankedColumnLinear(ColumnLinear):
+    """W_i x + B_i A x, of which each tensor rank has its own features."""
+
+    def share(self, x):
+        """x (rows, T, in) -> (rows, T, out / n)."""
+        return with_update(self, x, super().share(x))
 
 
-WITH_BANK = {nn.Linear: BankedLinear, PackedLinear: BankedPackedLinear}
+class BankedRowLinear(RowLinear):
+    """The sum of (W_i + B A_i) x_i over the tensor ranks, and the bias once."""
+
+    def share(self, x):
+        """x (rows, T, in / n) -> (rows, T, out), this rank's share of the sum."""
+        return with_update(self, x, super().share(x))
+
+
+def with_update(layer, x, y):
+    """y + B A x, for the slots that the bank has set: x (rows, T, in), y (rows, T, out)."""
+    rows = layer.bank.rows
+    if rows is None:
+        return y
+    wide = x.to(layer.factors.dtype)
+    widths = [x.shape[-1], y.shape[-1]]
+    if isinstance(rows, int):  # all rows have one slot
+        A, B = layer.factors[rows].split(widths, dim=-1)  # (r, in), (r, out)
+        updated = y + (wide @ A.T) @ B
+    else:
+        # One slot for each row, or (in a captured step) one for all: (rows or 1, r, in or out)
+        slots = layer.factors.index_select(0, rows).expand(len(x), -1, -1)
+        A, B = slots.split(widths, dim=-1)
+        low = torch.bmm(wide, A.mT)  # (rows, T, r)
+        updated = torch.baddbmm(y.to(wide.dtype), low, B)
+    return updated.to(y.dtype)
+
+
+WITH_BANK = {
+    nn.Linear: BankedLinear,
+    PackedLinear: BankedPackedLinear,
+    ColumnLinear: BankedColumnLinear,
+    RowLinear: BankedRowLinear,
+}
 
 
 class Place(NamedTuple):
@@ -100,15 +123,22 @@ class Place(NamedTuple):
     out_features: int
 
 
-def places_of(model: MPT, rank: int, layers) -> dict[str, Place]:
-    """The place of each layer, by its name, such as transformer.blocks.0.attn.Wqkv."""
+def places_of(model: MPT, rank: int, layers, layout: Layout) -> dict[str, Place]:
+    """The place of each layer, by its name, such as transformer.blocks.0.attn.Wqkv.
+
+    layout: of a tensor rank, which has a part of A or B.
+    """
     shapes = model.cfg.linear_layers()
     places = {}
     begin = 0
     for name, _ in model.named_modules():
         kind = name.rpartition(".")[2]
         if kind in layers:
-            out_features, in_features = shapes[kind]
+            n_out, n_in = shapes[kind]
+            out_features = len(layout.take(f"{name}.lora_B", torch.empty(n_out, 1, device="meta")))
+            in_features = layout.take(f"{name}.lora_A", torch.empty(1, n_in, device="meta")).shape[
+                1
+            ]
             end = begin + rank * (in_features + out_features)
             places[name] = Place(slice(begin, end), in_features, out_features)
             begin = end
@@ -151,11 +181,15 @@ class AdapterBank:
         # One thread: a slot that changes hands twice is filled in that order.
         self.loader = ThreadPoolExecutor(1, "adapters")
         self.n_loads = 0
+        self.fill_on_all_ranks = self.fill  # of one device; an engine of several ranks tells them
 
         self.cfg = decoder.cfg
-        self.places = places_of(decoder.model, rank, layers)
-        # 0: the adapters are of another model, and `check` refuses them.
-        n_columns = max((place.columns.stop for place in self.places.values()), default=0)
+        self.layouts = [Layout(self.cfg, i, decoder.n_ranks) for i in range(decoder.n_ranks)]
+        places = [places_of(decoder.model, rank, layers, layout) for layout in self.layouts]
+        self.places_of_ranks = places
+        self.tensor_rank = decoder.team.rank if decoder.team else 0
+        self.places = places[self.tensor_rank]
+        n_columns = columns_of(self.places)
         self.device = decoder.device
         # As for its cache, the decoder multiplies bf16 on a CPU faster in fp32.
         options = {"device": self.device, "dtype": decoder.cache_dtype}
@@ -183,7 +217,7 @@ class AdapterBank:
         resident = self.residents[adapter]
         resident.users += 1
         if resident.loading is None or (resident.loading.done() and resident.loading.exception()):
-            resident.loading = self.loader.submit(self.load, adapter, resident.slot)
+            resident.loading = self.loader.submit(self.load, adapter)
             self.n_loads += 1
             resident.version = self.n_loads
 
@@ -224,7 +258,9 @@ class AdapterBank:
         """
         if adapter not in self.loaded:
             resident = self.residents[adapter]
-            resident.loading.result()
+            rows = resident.loading.result()
+            self.fill_on_all_ranks(resident.slot, rows)
+            rows.clear()
             self.loaded[adapter] = resident.slot
 
     @contextlib.contextmanager
@@ -241,7 +277,14 @@ class AdapterBank:
 
     def use(self, adapters) -> None:
         """Set the adapter of each row, for all steps from now on. KeyError if one is not loaded."""
-        slots = [self.loaded[path] for path in adapters]
+        self.use_slots(self.slots_of(adapters))
+
+    def slots_of(self, adapters) -> list[int]:
+        """The slots of adapters. KeyError if one is not loaded."""
+        return [self.loaded[path] for path in adapters]
+
+    def use_slots(self, slots: list[int]) -> None:
+        """Set the slot of each row, for all steps from now on."""
         if slots == self.used:
             return
         self.used = slots
@@ -262,24 +305,28 @@ class AdapterBank:
     # Loading
 
     @torch.inference_mode()  # the bank may have been made in it
-    def load(self, adapter: str, slot: int) -> None:
-        """Fill a slot from a file. The thread runs this.
-
-        On a GPU the copy queues behind the steps that may still read what the slot holds.
-        """
+    def load(self, adapter: str) -> list[torch.Tensor]:
+        """What each tensor rank has in its slot for an adapter, on the CPU. Runs in the thread."""
         found = self.read(adapter)
         self.check(adapter, found)
-        row = torch.zeros(self.slots.shape[1], dtype=self.slots.dtype)
-        for name in layers_of(found):
-            A = found.tensors[f"{name}.lora_A"]  # (r, in)
-            B = found.tensors[f"{name}.lora_B"]  # (out, r)
-            place = self.places[name]
-            factors = row[place.columns].view(self.rank, -1)[: len(A)]
-            wide = torch.promote_types(B.dtype, row.dtype)
-            factors[:, : place.in_features].copy_(A)
-            factors[:, place.in_features :].copy_(B.T.to(wide) * found.scale)
-        checkpoint_files.require_finite(f"{adapter}, in {row.dtype},", row)
-        self.slots[slot].copy_(row)
+        rows = []
+        for layout, places in zip(self.layouts, self.places_of_ranks, strict=True):
+            row = torch.zeros(columns_of(places), dtype=self.slots.dtype)
+            for name in layers_of(found):
+                A = layout.take(f"{name}.lora_A", found.tensors[f"{name}.lora_A"])  # (r, in)
+                B = layout.take(f"{name}.lora_B", found.tensors[f"{name}.lora_B"])  # (out, r)
+                place = places[name]
+                factors = row[place.columns].view(self.rank, -1)[: len(A)]
+                wide = torch.promote_types(B.dtype, row.dtype)
+                factors[:, : place.in_features].copy_(A)
+                factors[:, place.in_features :].copy_(B.T.to(wide) * found.scale)
+            checkpoint_files.require_finite(f"{adapter}, in {row.dtype},", row)
+            rows.append(row)
+        return rows
+
+    def fill(self, slot: int, rows: list[torch.Tensor]) -> None:
+        """Fill a slot with what `load` returned. On a GPU the copy queues behind earlier steps."""
+        self.slots[slot].copy_(rows[self.tensor_rank])
 
     def check(self, adapter: str, found: Adapter) -> None:
         """UserError unless an adapter fits this model and this bank."""
@@ -296,6 +343,11 @@ class AdapterBank:
         for name in layers_of(found):
             missing = f"{adapter} changes {name}, for which the bank has no room"
             require(name in self.places, f"{missing}: make the bank with this layer")
+
+
+def columns_of(places: dict[str, Place]) -> int:
+    """How many columns a slot has. 0: the adapters are of another model, and are refused."""
+    return max((place.columns.stop for place in places.values()), default=0)
 
 
 def layers_of(adapter: Adapter) -> list[str]:

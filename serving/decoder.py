@@ -26,6 +26,7 @@ from model import MPT, KVCache, init_weights
 from program import arguments, run
 from serving import step_graph
 from serving.sampling import sample
+from tensor_parallel import SplitMPT
 
 
 class Decoder:
@@ -40,9 +41,11 @@ class Decoder:
     def __init__(self, model: MPT, vocab_size: int, dtype=None):
         self.model = model.to(dtype).eval()
         self.cfg = model.cfg
+        self.vocab_size = vocab_size
+        self.team = model.team if isinstance(model, SplitMPT) else None  # of tensor ranks
         self.bank = None  # of adapters: serving/adapters.py puts one on
         self.graphs = None  # of steps, which `generate` keeps for the next call
-        output_weight = model.output_weight
+        output_weight = model.output_layer.weight  # of a tensor rank: its part of the vocabulary
         self.device = output_weight.device
         self.dtype = output_weight.dtype
 
@@ -52,8 +55,9 @@ class Decoder:
         self.cache_dtype = torch.float32 if bf16_on_cpu else self.dtype
 
         self.logit_scale = model.logit_scale or 1.0
-        output_weight = output_weight[:vocab_size]
-        if can_pack(self.device, self.dtype):
+        if self.team is None:
+            output_weight = output_weight[:vocab_size]
+        if self.team is None and can_pack(self.device, self.dtype):
             self.output_layer = PackedLinear(output_weight)
             for block in model.transformer.blocks:
                 pack_linear_layers(block.attn)
@@ -61,21 +65,27 @@ class Decoder:
         else:
             self.output_layer = lambda hidden: F.linear(hidden, output_weight)
 
+    @property
+    def n_ranks(self) -> int:
+        """Over how many tensor ranks the model is cut."""
+        return self.team.size if self.team else 1
+
     def __call__(self, ids, cache: KVCache):
         """ids (B, T), which continue `cache` -> logits (B, vocab_size) fp32 of the token after."""
         hidden = self.model.transformer(ids, cache)
-        last = hidden[:, -1]  # (B, d_model): in a prompt, too, only the last position is needed
-        return self.logits(last)
+        return self.logits(hidden[:, -1])  # in a prompt, too, only the last position is needed
 
     def at_all_positions(self, ids, cache: KVCache):
         """The same with the logits after each of the ids: (B, T, vocab_size)."""
-        hidden = self.model.transformer(ids, cache)
-        return self.logits(hidden)
+        return self.logits(self.model.transformer(ids, cache))
 
     def logits(self, hidden):
-        """Hidden states (..., d_model) -> logits (..., vocab_size) fp32."""
+        """Hidden states (..., d_model) -> (..., vocab_size) fp32, on each tensor rank."""
         logits = self.output_layer(hidden).float() * self.logit_scale
-        return soft_capped(logits, self.cfg.final_logit_softcapping)
+        logits = soft_capped(logits, self.cfg.final_logit_softcapping)
+        if self.team:
+            logits = self.model.gather_vocabulary(logits, self.team)
+        return logits[..., : self.vocab_size]
 
 
 @torch.inference_mode()

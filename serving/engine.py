@@ -31,7 +31,7 @@ from program import UserError, arguments, require, run
 from serving.adapters import BASE
 from serving.constraint import Constraint
 from serving.decoder import Decoder
-from serving.rows import Prefixes, Rows
+from serving.rows import Batch, SharedBatch
 from serving.sampling import Sampling, sample
 from serving.speed import Speed, tokens_read
 from serving.stream import Text
@@ -112,13 +112,15 @@ class Engine:
         self.chunk = chunk
         self.read_seconds = read_seconds
         self.seconds_a_token = 0.0  # of a prompt, of the last chunks
-        self.rows = Rows(decoder, n_rows, max_tokens)
-        self.prefixes = Prefixes(prefix_bytes)
+        kind = SharedBatch if decoder.team else Batch
+        self.batch = kind(decoder, n_rows, max_tokens, prefix_bytes)
+        if self.bank:
+            self.bank.fill_on_all_ranks = self.batch.fill
         # Where a request is:
         self.waiting = OrderedDict()  # Request -> None, in the order of their arrival
         self.loading = []  # their adapters are loaded or being loaded
         self.reading = None  # its prompt is being read, into a cache of its own
-        self.prompt = None  # this cache
+        self.n_read = 0  # tokens of it that are in the cache
         self.running = []  # one for each row
         self.events = []  # since the last step
         self.speed = Speed()
@@ -170,10 +172,11 @@ class Engine:
         if request in self.loading:
             self.loading.remove(request)
         elif request is self.reading:
-            self.reading = self.prompt = None
+            self.reading = None
+            self.batch.end_prompt(None)
         else:
             row = self.running.index(request)
-            self.rows.leave(row)
+            self.batch.leave(row)
             self.running[row] = self.running[-1]
             self.running.pop()
         if self.bank:
@@ -255,17 +258,17 @@ class Engine:
 
     def begin(self, request: Request) -> None:
         """Make the cache of a prompt, and fill it with the known beginning."""
-        text = request.text
         self.loading.remove(request)
         self.reading = request
-        self.prompt = self.decoder.model.new_cache(1, text.n_prompt, self.decoder.cache_dtype)
-        if request.of_prompt is None:  # else all logits of the prompt are needed
-            self.prefixes.copy_to(self.prompt, self.prefix_start(text), text.ids)
-        self.speed.prefix_tokens += self.prompt.length
+        # All logits of a prompt are needed: then no beginning is known.
+        start = self.prefix_start(request) if request.of_prompt is None else None
+        self.n_read = self.batch.begin(request.text.ids[: request.text.n_prompt], start)
+        self.speed.prefix_tokens += self.n_read
 
-    def prefix_start(self, text: Text) -> tuple:
+    def prefix_start(self, request: Request) -> tuple:
         """What keys and values depend on beside the ids."""
-        return text.adapter, self.bank.version(text.adapter) if self.bank else 0
+        adapter = request.text.adapter
+        return adapter, self.bank.version(adapter) if self.bank else 0
 
     def read_chunk(self, room: int) -> int:
         """Read at most `room` tokens of the prompt. After the last one its text joins the batch.
@@ -273,40 +276,45 @@ class Engine:
         Returns how many tokens were read.
         """
         begin = time.perf_counter()
-        request, cache = self.reading, self.prompt
-        text = request.text
-        ids = text.ids[cache.length : cache.length + room]
+        request = self.reading
+        n = min(room, request.text.n_prompt - self.n_read)
         try:
-            if request.of_prompt is None:
-                logits = self.logits([request], [ids], cache)
-            else:
-                logits = self.logits_of_prompt(request, ids, cache)
-            if cache.length == text.n_prompt:
-                self.rows.join(cache)
-                self.running.append(request)
-                self.reading = self.prompt = None
-                if text.max_new_tokens:
-                    self.add_tokens([request], logits)
-                    self.speed.prompts += 1
-                else:  # its prompt was to be read, no more
-                    text.end = "max_new_tokens"
-                    self.events.append(Event(request, end=text.end))
-                    self.remove(request)
-                if not request.error:
-                    self.prefixes.keep(cache, self.prefix_start(text), text.ids[: text.n_prompt])
+            logits = self.batch.read(n, self.slots([request]), request.of_prompt is not None)
+            if request.of_prompt is not None:
+                logits = self.note_prompt(request, logits)
+            self.n_read += n
+            if self.n_read == request.text.n_prompt:
+                self.join(request, logits)
         except Exception as error:
             self.cancel(request, error)
         seconds = time.perf_counter() - begin
-        self.speed.prompt_tokens += len(ids)
+        self.speed.prompt_tokens += n
         self.speed.prompt_seconds += seconds
-        pace = seconds / max(len(ids), MIN_COST)
+        pace = seconds / max(n, MIN_COST)
         self.seconds_a_token = (pace + (self.seconds_a_token or pace)) / 2
-        return len(ids)
+        return n
 
-    def logits_of_prompt(self, request: Request, ids: list[int], cache) -> torch.Tensor:
-        """`logits` for a part of a prompt, whose log-probabilities the request gets."""
-        following = request.text.ids[cache.length + 1 : cache.length + 1 + len(ids)]
-        logits = self.logits([request], [ids], cache, self.decoder.at_all_positions)
+    def join(self, request: Request, logits) -> None:
+        """The prompt has been read: its text gets a row, and its first token from logits (1, V)."""
+        self.batch.join()
+        self.running.append(request)
+        self.reading = None
+        if request.text.max_new_tokens:
+            self.add_tokens([request], logits)
+            self.speed.prompts += 1
+        else:  # its prompt was to be read, no more
+            request.text.end = "max_new_tokens"
+            self.events.append(Event(request, end=request.text.end))
+            self.remove(request)
+        self.batch.end_prompt(None if request.error else self.prefix_start(request))
+
+    def note_prompt(self, request: Request, logits) -> torch.Tensor:
+        """Report the log-probabilities of what was read, and return the last logits, (1, V).
+
+        logits: (1, n, V), after each of the n tokens.
+        """
+        n = logits.shape[1]
+        following = request.text.ids[self.n_read + 1 : self.n_read + 1 + n]
         log_p = logits[0, : len(following)].log_softmax(dim=-1)
         for row, token in zip(log_p, following, strict=True):
             request.of_prompt.append(report(row, token, request.n_logprobs))
@@ -317,10 +325,9 @@ class Engine:
         begin = time.perf_counter()
         requests = list(self.running)
         try:
-            cache = self.rows.for_next_token()
-            n_columns = self.rows.end - min(self.rows.pads)  # that the step sees
-            last_ids = [request.text.ids[-1:] for request in requests]
-            logits = self.logits(requests, last_ids, cache, self.rows.graphs)
+            last_ids = [request.text.ids[-1] for request in requests]
+            logits = self.batch.decode(last_ids, self.slots(requests))
+            n_columns = self.batch.n_columns
             self.add_tokens(requests, logits)
         except Exception as error:  # such as: no memory. No text can go on without this token
             for request in reversed(requests):
@@ -332,15 +339,11 @@ class Engine:
         self.speed.cached_tokens += len(requests) * tokens_read(self.decoder.cfg, n_columns)
         self.speed.adapter_bytes += self.bank.bytes_per_step if self.bank else 0
 
-    def logits(self, requests: list[Request], ids: list[list[int]], cache, decode=None):
-        """The logits (n, V) of the next token of n texts, whose last tokens are `ids` (n, T).
-
-        decode: another method of the decoder, or the graphs of its steps.
-        """
-        if self.bank:
-            self.bank.use([request.text.adapter for request in requests])
-        decode = decode or self.decoder
-        return decode(torch.tensor(ids, device=self.decoder.device), cache)
+    def slots(self, requests: list[Request]) -> list[int] | None:
+        """The slot of the adapter of each text; None without a bank."""
+        if not self.bank:
+            return None
+        return self.bank.slots_of([request.text.adapter for request in requests])
 
     def add_tokens(self, requests: list[Request], logits) -> None:
         """Draw the next token of n running texts from logits (n, V), and add it to them."""

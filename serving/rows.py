@@ -1,4 +1,4 @@
-"""Keys and values of a batch whose rows change, and of beginnings that prompts share.
+"""What the devices hold of running texts: rows whose number changes, and shared beginnings.
 
 All rows end in the same column. So a step is that of a left-padded batch, which model.py and each
 kernel of attention.py know already:
@@ -12,17 +12,33 @@ With CUDA graphs (serving/step_graph.py) a step gets all columns, and sees the s
 
 A text joins when its keys and values are copied to the right end of a row. When it leaves, the last
 row takes its place. When all columns are used, the rows are shifted to the left.
+
+A model that is cut over tensor ranks has such a batch on each of them, with the keys and values of
+its own heads. Rank 0 has the engine (serving/engine.py), and tells the others what it calls:
+
+    rank 0    batch.leave(3)   batch.decode(ids, slots)      one message: two calls
+    rank 1    batch.leave(3)   batch.decode(ids, slots)      both compute; logits meet on each rank
 """
 
+import contextlib
+import datetime
 import itertools
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
+import processes
+import program
+import tensor_parallel
+from config import MPTConfig
 from model import KVCache
+from program import require
 from serving import step_graph
 from serving.decoder import Decoder
+from tensor_parallel import Team
 
 SLACK = 64  # columns more than the longest text needs: rows are shifted once in so many steps
 BLOCK = 32  # tokens: shared beginnings of prompts are found in steps of so many
@@ -107,10 +123,6 @@ class Block:
     v: torch.Tensor
     number: int
 
-    @property
-    def n_bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
-
 
 class Prefixes:
     """Keys and values of the beginnings of prompts, so that a shared one is computed once.
@@ -118,13 +130,12 @@ class Prefixes:
     A block of a prompt is found by its ids and by the block before it. The first one is found by
     `start`: what else keys and values depend on, such as the adapter.
 
-    When max_bytes are used up, the block that was used least recently goes. Of one prompt, that is
+    When there are most_blocks, the block that was used least recently goes. Of one prompt, that is
     the last one.
     """
 
-    def __init__(self, max_bytes: int):
-        self.max_bytes = max_bytes
-        self.n_bytes = 0
+    def __init__(self, most_blocks: int):
+        self.most_blocks = most_blocks
         self.blocks = OrderedDict()  # (start or number of the block before, ids) -> Block
         self.numbers = itertools.count()
 
@@ -147,8 +158,7 @@ class Prefixes:
 
     def keep(self, cache: KVCache, start: tuple, ids: list[int]) -> None:
         """Copy the blocks of a prompt that has been read, as far as they are not known yet."""
-        block_bytes = 2 * BLOCK * cache.k[:, 0, :, 0].nbytes  # k and v
-        most = self.max_bytes // block_bytes * BLOCK
+        most = self.most_blocks * BLOCK
         keys = []
         before = start
         for begin in range(0, min(len(ids) - BLOCK, most), BLOCK):
@@ -164,13 +174,175 @@ class Prefixes:
 
     def add(self, key: tuple, block: Block) -> None:
         """Store a block, and remove others until all fit."""
-        self.n_bytes += block.n_bytes
-        while self.n_bytes > self.max_bytes:
-            _, removed = self.blocks.popitem(last=False)
-            self.n_bytes -= removed.n_bytes
+        if len(self.blocks) == self.most_blocks:
+            self.blocks.popitem(last=False)
         self.blocks[key] = block
 
     def mark_as_used(self, keys: list[tuple]) -> None:
         """The first block most recently: without it the others would not be found."""
         for key in reversed(keys):
             self.blocks.move_to_end(key)
+
+
+# --------------------------------------------------------------------------------------------------
+# The batch
+
+
+class Batch:
+    """The rows, the prompt that is being read, and the shared beginnings, on one device.
+
+    prefix_bytes: room for shared beginnings. slots: the slot of each row's adapter
+    (serving/adapters.py), None without a bank. Tokens are lists of ids.
+    """
+
+    lost = None  # see `SharedBatch`
+
+    def __init__(self, decoder: Decoder, n_rows: int, max_tokens: int, prefix_bytes: int):
+        self.decoder = decoder
+        self.rows = Rows(decoder, n_rows, max_tokens)
+        # Equal on all tensor ranks, though one may have more heads of keys than another.
+        cfg, n_ranks = decoder.cfg, decoder.n_ranks
+        n_heads = -(-cfg.n_kv_heads // n_ranks)
+        token_bytes = 2 * cfg.n_layers * n_heads * cfg.head_dim * decoder.cache_dtype.itemsize
+        self.prefixes = Prefixes(prefix_bytes // (BLOCK * token_bytes))
+        self.prompt = None  # its cache
+        self.ids = []  # of the prompt
+        self.n_columns = 0  # of the cache, that the last step has seen
+
+    def begin(self, ids, start: tuple | None) -> int:
+        """Make the cache of a prompt. Returns how many of its tokens are known already.
+
+        start: what keys and values depend on beside the ids; None: no beginning is shared.
+        """
+        self.ids = ids
+        self.prompt = self.decoder.model.new_cache(1, len(ids), self.decoder.cache_dtype)
+        if start is not None:
+            self.prefixes.copy_to(self.prompt, start, ids)
+        return self.prompt.length
+
+    def read(self, n: int, slots, at_all_positions: bool = False):
+        """Read n more tokens of the prompt: the logits after the last one, (1, V), or (1, n, V)."""
+        ids = self.ids[self.prompt.length : self.prompt.length + n]
+        decode = self.decoder.at_all_positions if at_all_positions else self.decoder
+        return self.logits([ids], self.prompt, slots, decode)
+
+    def join(self) -> None:
+        """The prompt has been read: its text gets a row."""
+        self.rows.join(self.prompt)
+
+    def end_prompt(self, start: tuple | None) -> None:
+        """Free the cache of the prompt. start: as for `begin`, to keep what others may share."""
+        if start is not None:
+            self.prefixes.keep(self.prompt, start, self.ids)
+        self.prompt = None
+
+    def leave(self, row: int) -> None:
+        """A text has ended. The last row takes its place."""
+        self.rows.leave(row)
+
+    def decode(self, ids, slots):
+        """The next step of all rows: their newest tokens (n) -> logits (n, V)."""
+        cache = self.rows.for_next_token()
+        self.n_columns = self.rows.end - min(self.rows.pads)
+        return self.logits([[i] for i in ids], cache, slots, self.rows.graphs or self.decoder)
+
+    def fill(self, slot: int, factors: dict) -> None:
+        """Put an adapter into a slot of the bank."""
+        self.decoder.bank.fill(slot, factors)
+
+    def logits(self, ids, cache: KVCache, slots, decode):
+        """decode(ids (n, T), cache), with the adapters in these slots."""
+        if slots is not None:
+            self.decoder.bank.use_slots(slots)
+        return decode(torch.tensor(ids, device=self.decoder.device), cache)
+
+
+CALLS = ("begin", "read", "join", "end_prompt", "leave", "decode", "fill")
+COMPUTE = ("read", "decode", "fill", "new")  # those for which the others are needed at once
+
+
+class SharedBatch:
+    """A batch on rank 0 whose calls are made on all tensor ranks: see `follow`.
+
+    lost: the error of a call, or None. It has left the ranks at different places, so the program
+    has to end.
+    """
+
+    def __init__(self, decoder: Decoder, *sizes):
+        self.team = decoder.team
+        self.untold = []
+        self.lost = None
+        self.tell("new", sizes)
+        self.batch = Batch(decoder, *sizes)
+
+    def __getattr__(self, name: str):
+        """A call of `Batch` that is made here and there, or what the batch here has."""
+        if name not in CALLS:
+            return getattr(self.batch, name)
+
+        def call(*given):
+            try:
+                self.tell(name, given)
+                return getattr(self.batch, name)(*given)
+            except Exception as error:
+                self.lost = self.lost or error
+                raise
+
+        return call
+
+    def tell(self, name: str, given: tuple) -> None:
+        """Note a call for the other ranks. Those that compute are told at once, with the rest."""
+        self.untold.append((name, given))
+        if name in COMPUTE:
+            send(self.untold, self.team)
+            self.untold = []
+
+
+def start_ranks(model_cfg: MPTConfig, tp: int) -> tuple[torch.device, Team | None]:
+    """Join the other tensor ranks. Returns this rank's device and its team, None if it is alone.
+
+    UserError unless torchrun has started exactly tp ranks, and the model can be cut so.
+    """
+    is_rank = "RANK" in os.environ  # torchrun's: tasks of srun alone are replicas
+    _, size, _, _ = program.read_launcher() if is_rank else (0, 1, 0, 1)
+    start = f"start torchrun --nproc_per_node={tp}" if tp > 1 else "start it without torchrun"
+    require(size == tp, f"--tp={tp}, but torchrun has started {size} ranks: {start}")
+    if tp == 1:
+        return processes.pick_device("auto", 0, 1, 1), None
+    model_cfg.check_tensor_ranks(tp, sequence_parallel=False)
+    # A server may be idle for long, and the heartbeats notice a rank that is gone.
+    world = processes.start(timeout=datetime.timedelta(days=365), tp=tp)
+    return world.device, tensor_parallel.team_of(world)
+
+
+def send(calls: list | None, team: Team) -> list:
+    """Give the calls of rank 0 to all ranks of a team, and return them. A collective."""
+    message = [calls]
+    source = dist.get_global_rank(team.group, 0)
+    dist.broadcast_object_list(message, source, team.group, torch.device("cpu"))
+    return message[0]
+
+
+@contextlib.contextmanager
+def leading(decoder: Decoder | None):
+    """What rank 0 does while the others follow it. Without others, nothing is different."""
+    if decoder is None or decoder.team is None:
+        yield
+        return
+    with processes.acting_alone():
+        yield
+    send([("end", ())], decoder.team)
+
+
+@torch.inference_mode()
+def follow(decoder: Decoder) -> None:
+    """Make the calls of rank 0 on this rank, until it ends."""
+    batch = None
+    while True:
+        for name, given in send(None, decoder.team):
+            if name == "end":
+                return
+            if name == "new":
+                batch = Batch(decoder, *given)
+            else:
+                getattr(batch, name)(*given)

@@ -95,10 +95,11 @@ class Speed:
         )
 
     def bytes_read(self, decoder: Decoder) -> int:
-        """The bytes that all steps read: weights in each step, adapters, what the cache held."""
+        """The bytes that all steps read on a device: weights in each, adapters, what was cached."""
         weights = weight_bytes(decoder.cfg, decoder.dtype.itemsize)
         per_token = kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
-        return self.steps * weights + self.adapter_bytes + self.cached_tokens * per_token
+        of_model = self.steps * weights + self.cached_tokens * per_token
+        return of_model // decoder.n_ranks + self.adapter_bytes
 
 
 def share_of_bandwidth(gbs: float, device: torch.device) -> str:

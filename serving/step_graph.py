@@ -134,9 +134,11 @@ def suits(decoder) -> bool:
     """Whether steps of this decoder are captured: on a GPU, if attention takes `VisibleKeys`.
 
     With ALiBi in 16 bits only the kernel does: SDPA would round the bias to 16 bits. Nor has it a
-    softcap.
+    softcap. Tensor ranks would have to capture their collectives, all at the same step.
     """
     cfg, dtype = decoder.cfg, decoder.cache_dtype
+    if decoder.team:
+        return False
     if decoder.device.type != "cuda" or attention.function_of(cfg.attn_impl) != "auto":
         return False
     softcap = cfg.attn_logit_softcapping

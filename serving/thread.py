@@ -13,7 +13,9 @@ The last event of each request has an `end` (serving/engine.py::Event).
 """
 
 import math
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -95,9 +97,13 @@ class EngineThread:
             self.read_inbox()
             self.engine.cancel_all(UserError(SHUTTING_DOWN))
             self.report(self.engine.step())
+            if self.engine.batch.lost:  # the program that serves it has to end
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def is_over(self) -> bool:
-        """Whether the engine was to end, and has nothing left to do or no time."""
+        """Whether the engine was to end, and has nothing left to do or no time; or cannot go on."""
+        if self.engine.batch.lost:
+            return True
         if self.deadline == math.inf:
             return False
         return not self.engine.is_busy or time.monotonic() >= self.deadline

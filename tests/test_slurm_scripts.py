@@ -1,6 +1,7 @@
 """slurm/*.sbatch with stand-ins for SLURM's programs; some are in test_slurm.py with a real one."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -77,3 +78,15 @@ def test_scaling_times_every_size_and_a_failed_one_costs_no_other(tmp_path):
 def test_scaling_without_a_config_says_how_to_submit(tmp_path):
     done, lines = submit(tmp_path, "scaling.sbatch")
     assert done.returncode != 0 and "usage: sbatch" in done.stderr and not lines
+
+
+def test_serve_writes_a_configuration_that_nginx_takes(tmp_path):
+    """Each replica of each node is in it, and none of the examples."""
+    done, _ = submit(tmp_path, "serve.sbatch", "run", nodes=4)
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "nginx-5.conf").read_text()
+    servers = re.findall(r"^    server (\S+) max_fails", written, re.MULTILINE)
+    assert servers == [f"node{node}:{port}" for node in range(1, 5) for port in (8000, 8001)]
+    example = (ROOT / "slurm/nginx.conf").read_text()
+    without = [re.sub(r"(?m)^    server .*\n", "", text) for text in (written, example)]
+    assert without[0] == without[1]

@@ -118,9 +118,9 @@ def assert_as_alone(decode, *requests):
 
 def assert_nothing_is_held(engine):
     assert not (engine.running or engine.reading or engine.loading or engine.waiting)
-    assert not engine.rows.pads and engine.prompt is None
-    assert engine.prefixes.n_bytes == sum(b.n_bytes for b in engine.prefixes.blocks.values())
-    assert engine.prefixes.n_bytes <= engine.prefixes.max_bytes
+    assert not engine.batch.rows.pads and engine.batch.prompt is None
+    prefixes = engine.batch.prefixes
+    assert len(prefixes.blocks) <= prefixes.most_blocks
     if engine.bank:
         assert not any(resident.users for resident in engine.bank.residents.values())
 
@@ -220,7 +220,8 @@ def test_beginnings_are_shared_within_a_bound():
     engine = Engine(decode, max_tokens=500, prefix_bytes=3 * of_block)
     for prompt in ("a" * 200, "b" * 40, "a" * 200, "c" * 40, "d" * 40):
         finished(engine, request(prompt, n=1))
-        assert engine.prefixes.n_bytes <= 3 * of_block
+        blocks = engine.batch.prefixes.blocks.values()
+        assert sum(block.k.nbytes + block.v.nbytes for block in blocks) <= 3 * of_block
     # 200 tokens "a" left 3 blocks; "b" took the last of them; then it and "b" were replaced.
     assert engine.speed.prefix_tokens == 2 * BLOCK
     finished(engine, request("a" * 200, n=1))
@@ -359,8 +360,9 @@ def test_if_the_decoder_fails_all_running_texts_do_and_the_others_go_on():
         return decode(ids, cache)
 
     engine = Engine(decode, n_rows=3)
-    known = {name: getattr(decode, name) for name in ("model", "cfg", "device", "cache_dtype")}
-    engine.decoder = mock.Mock(side_effect=sometimes, **known)
+    names = ("model", "cfg", "device", "cache_dtype", "bank")
+    known = {name: getattr(decode, name) for name in names}
+    engine.batch.decoder = mock.Mock(side_effect=sometimes, **known)
     many = [request("x" * i, 8, adapter=ADAPTERS[i % 4]) for i in range(1, 10)]
     finished(engine, *many)
     failed = [one for one in many if one.text.end == "error"]
@@ -425,7 +427,7 @@ def test_a_step_reads_few_short_prompts_and_a_part_of_a_long_one():
     engine.submit(long)
     for n_read in (128, 256, 384):
         engine.step()
-        assert engine.prompt.length == n_read
+        assert engine.n_read == n_read
     assert first.text.new_tokens == 10
     finished(engine)
     assert_as_alone(engine.decoder, first, long)
@@ -441,7 +443,7 @@ def test_on_a_slow_machine_a_step_reads_less():
     engine.submit(long)
     for n_steps in range(1, 4):
         engine.step()
-        assert engine.prompt.length == n_steps * MIN_COST
+        assert engine.n_read == n_steps * MIN_COST
     finished(engine)
     assert_as_alone(engine.decoder, first, long)
 
@@ -496,7 +498,7 @@ def test_nothing_leaks_and_everybody_is_served(moves, n_rows, n_slots):
             engine.cancel(requests[n % len(requests)])
         elif move == "step":
             ended += [event.request for event in engine.step() if event.end]
-        assert len(engine.running) == len(engine.rows.pads) <= n_rows
+        assert len(engine.running) == len(engine.batch.rows.pads) <= n_rows
     # Each step that finds an adapter loaded reads a chunk or adds a token to each text.
     steps = engine.speed.steps + sum(4 + one.text.max_new_tokens for one in requests)
     ended += [event.request for event in finished(engine) if event.end]

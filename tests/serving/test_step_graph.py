@@ -154,7 +154,7 @@ def test_adapters(adapters, in_engines):
     texts = [request("x" * (3 + 7 * i), 12, adapter=a, seed=i) for i, a in enumerate(adapters)]
     finished(engine, *texts)
     assert_as_alone(decode, *texts)
-    slots = {key[2] for key in engine.rows.graphs.graphs}
+    slots = {key[2] for key in engine.batch.rows.graphs.graphs}
     expected = {1: 0 if adapters[0] == BASE else 1, 3: 4}[len(set(adapters))]
     assert expected in slots
 
@@ -177,7 +177,7 @@ def test_a_row_is_clean_after_a_text_that_failed(in_engines):
     decode = served()
     engine = Engine(decode, n_rows=1)
     finished(engine, request("y" * 50, 12))
-    for kv in (engine.rows.cache.k, engine.rows.cache.v):
+    for kv in (engine.batch.rows.cache.k, engine.batch.rows.cache.v):
         kv[:, 0, :, :60] = torch.nan
     finished(engine, short := request("z", 12))
     assert_as_alone(decode, short)
@@ -202,7 +202,7 @@ def test_few_graphs_are_kept(in_engines, monkeypatch):
         engine.submit(one)
     while engine.is_busy:
         engine.step()
-        assert len(engine.rows.graphs.graphs) <= 2
+        assert len(engine.batch.rows.graphs.graphs) <= 2
     assert_as_alone(decode, *texts)
     assert len(in_engines) > 4
 

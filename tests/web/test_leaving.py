@@ -64,7 +64,7 @@ class Inside:
         engine, state = self.service.engine, self.server.server_state
         return {
             "texts": len(self.service.queues) + engine.is_busy,
-            "rows": len(engine.rows.pads),
+            "rows": len(engine.batch.rows.pads),
             "slots": sum(resident.users for resident in engine.bank.residents.values()),
             "requests": self.guard.n_open,
             "connections": len(state.connections) + len(state.tasks),

@@ -3,9 +3,11 @@
 import http.client
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import time
+from concurrent import futures
 
 import pytest
 from conftest import PATIENCE, ROOT
@@ -77,7 +79,7 @@ def requests_of(served) -> float:
     )
 
 
-def test_slow_clients_requests_streams_uploads_and_a_server_that_dies(proxy):
+def test_slow_clients_requests_streams_and_uploads(proxy):
     port, served = proxy
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
     for sent in (head[:30], head + b"\r\n{"):  # half of a head, half of a body
@@ -107,7 +109,25 @@ def test_slow_clients_requests_streams_uploads_and_a_server_that_dies(proxy):
     for _ in range(6):
         assert asked(port, "/v1/completions", ASK)[0] == 200
     assert all(requests_of(one) for one in served)
-    served[0].process.kill()
-    served[0].process.wait()
-    for _ in range(6):
-        assert asked(port, "/v1/completions", ASK)[0] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_request_is_lost_with_a_server_before_its_answer_begins(proxy, number):
+    """Of 24 clients at once, half of whose texts the server writes that dies or drains."""
+    port, served = proxy
+    body = {**ASK, "max_tokens": 200, "temperature": 0}
+    with futures.ThreadPoolExecutor(24) as clients:
+        answers = [clients.submit(answer_of, port, body) for _ in range(24)]
+        wait_for(lambda: all(one.health()["waiting"] for one in served))
+        served[0].process.send_signal(number)
+        found = [answer.result() for answer in answers]
+    assert [status for status, _ in found] == [200] * 24
+    assert len({text for _, text in found}) == 1
+    assert served[0].process.wait() == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert asked(port, "/v1/completions", ASK)[0] == 200
+
+
+def answer_of(port, body) -> tuple[int, str]:
+    """The status and the text of a completion."""
+    status, answer = asked(port, "/v1/completions", body)
+    return status, json.loads(answer.read())["choices"][0]["text"]

@@ -15,6 +15,7 @@ from servers import ASK, CHAT, KEY, Served, openai_client, served_folder, wait_f
 import checkpoint
 import serve
 from config import MPTConfig, TrainConfig
+from launch.pool import torchrun_variables
 from text import chat
 from weights import load
 
@@ -546,8 +547,10 @@ def test_what_cannot_be_served(folder, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "set another --port" in refused("run", f"--port={port}")
-    monkeypatch.setenv("ROLE_WORLD_SIZE", "2")  # of torchrun
-    assert "start one serve.py for each device" in refused("run")
+    for name, value in torchrun_variables(1, 2, port).items():
+        monkeypatch.setenv(name, value)
+    assert "--tp=1, but torchrun has started 2 ranks" in refused("run")
+    assert "--tp=2 needs a model" in refused("--runs=.", "--tp=2")
 
 
 SEVEN_B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True)
