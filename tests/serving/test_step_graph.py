@@ -124,7 +124,8 @@ def test_steps_are_captured_where_attention_can_hide_columns(more, dtype, is_cap
 
     monkeypatch.setattr(attention, "choose", in_16_bits)
     gpu = torch.device("cuda", 0)
-    decode = SimpleNamespace(device=gpu, cache_dtype=dtype, cfg=MPTConfig(**more))
+    cfg = MPTConfig(**more)
+    decode = SimpleNamespace(device=gpu, cache_dtype=dtype, cfg=cfg, team=None)
     assert step_graph.suits(decode) == is_captured
 
 
