@@ -240,6 +240,13 @@ CONTRADICTIONS = {
     "--d_model=100 --n_heads=16": "d_model 100 is not a multiple of n_heads 16",
     "--kv_n_heads=3": "n_heads 16 is not a multiple of kv_n_heads 3",
     "--rope --alibi": "rope and alibi",
+    "--qk_ln --qk_gn": "both norm q and k",
+    "--attn_impl=sdpa --attn_logit_softcapping=30": "use auto",
+    "--sliding_window_size=-2": "must be from -1",
+    "--embedding_fraction=0": "must be from 1e-06 to 1",
+    "--ffn_act_fn=swish": "expected one of: gelu, silu, relu",
+    "--hidden_act=silu": "did you mean 'ffn_act_fn'?",
+    "--sliding_window=8": "did you mean 'sliding_window_size'?",
     "--rope --d_model=9 --n_heads=3": "head dim 3 is odd",
     "--attn_impl=flex --attn_pdrop=0.1": "set attn_pdrop=0",
     "--attn_impl=triton --n_heads=8": "head dims up to 128, not 256",
@@ -257,6 +264,7 @@ CONTRADICTIONS = {
     # The layers of other people's models.
     "--lora_targets=q_proj": "did you mean 'Wqkv'?",
     "--lora_targets=all-linear": "did you mean 'all'?",
+    "--lora_targets=gate_up_proj": "did you mean 'up_proj'?",
 }
 
 
