@@ -13,10 +13,10 @@ proportion to its distance, so near tokens count more. The slopes fall geometric
     attn_impl   what runs                                ALiBi              window         softcap
     reference   two matmuls and a softmax                added to T x T     in the bias    tanh
     blocks      the same for a block of queries at a     the same           fewer keys     tanh
-                time: gpu_kernels/cpu_attention.py
+                time: fast/cpu_attention.py
     sdpa        F.scaled_dot_product_attention           extra columns      a mask         no
-    flex        gpu_kernels/flex_attention.py, GPUs      a score_mod        a block mask   tanh
-    triton      gpu_kernels/flash_attention.py, GPUs     in the kernel      bounds         tanh
+    flex        fast/flex_attention.py, GPUs      a score_mod        a block mask   tanh
+    triton      fast/flash_attention.py, GPUs     in the kernel      bounds         tanh
 
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function is part of the model: it belongs in VARIANTS, at the end of
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from gpu_kernels import cpu_attention
+from fast import cpu_attention
 from program import UserError, arguments, run
 
 # --- The formula
@@ -166,7 +166,7 @@ def choose(impl, device, dtype, head_dim, masked, dropout_p=0.0, softcap=None, o
 
     A CPU takes `blocks`. A GPU takes `triton` in 16 bits for ALiBi, a window or a softcap, which
     need no mask and no extra columns there, if Triton knows the GPU and its kernel gives the
-    formula's results on it (gpu_kernels/first_use.py). The rest takes `sdpa`; with a softcap
+    formula's results on it (fast/first_use.py). The rest takes `sdpa`; with a softcap
     `flex`, and `blocks` if that has no way either. Measured: bench/results/attention_cpu.md,
     bench/results/h200.md.
     """
@@ -180,7 +180,7 @@ def choose(impl, device, dtype, head_dim, masked, dropout_p=0.0, softcap=None, o
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
     needs_kernel = masked or has_softcap
     if on_gpu and needs_kernel and in_16_bits and head_dim <= 128 and dropout_p == 0:
-        from gpu_kernels import first_use  # only GPUs need it
+        from fast import first_use  # only GPUs need it
 
         if first_use.suits(device, head_dim, one_query, has_softcap):
             return "triton"
@@ -213,7 +213,7 @@ def sdpa_attention(q, k, v, rule: ScoreRule):
         raise UserError("attn_impl=sdpa has no softcap: use auto")
     n_queries, n_keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
     if rule.causal and rule.slopes is not None:
-        from gpu_kernels.alibi_columns import with_alibi_columns
+        from fast.alibi_columns import with_alibi_columns
 
         q, k, v = with_alibi_columns(q, k, v, rule)
         rule = rule._replace(slopes=None)  # the columns hold the bias: keep it out of the mask
@@ -290,7 +290,7 @@ def flex_attention(q, k, v, rule: ScoreRule):
     if q.shape[2] < k.shape[2]:  # no block to skip, and each new length would be compiled again
         simple = sdpa_attention if rule.softcap is None else reference_attention
         return simple(q, k, v, rule)
-    from gpu_kernels.flex_attention import flex_attention as flex
+    from fast.flex_attention import flex_attention as flex
 
     return flex(q, k, v, rule)
 
@@ -299,7 +299,7 @@ def triton_attention(q, k, v, rule: ScoreRule, qkv=None):
     """This project's kernels. UserError without triton, which PyTorch for CPUs does not bring."""
     if rule.dropout_p > 0:
         raise UserError("attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl")
-    from gpu_kernels.flash_attention import flash_attention
+    from fast.flash_attention import flash_attention
 
     return flash_attention(
         q,

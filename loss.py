@@ -14,7 +14,7 @@ of x (N, D) and W (V, D) are kept, and the backward pass multiplies them by the 
 They are those of the formula, rounded once more to the dtypes of x and W. No matmul is done twice.
 
     chunk_loss          any device: the formulas above in PyTorch; 6 bytes a logit in bf16
-    kernel_chunk_loss   GPUs with Triton: gpu_kernels/cross_entropy.py, in place; 2 bytes a logit
+    kernel_chunk_loss   GPUs with Triton: fast/cross_entropy.py, in place; 2 bytes a logit
 
 The z-loss keeps log_z near 0, where bf16 logits are precise (PaLM, arXiv 2204.02311, section 5).
 
@@ -119,13 +119,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def takes_kernel(device, dtype) -> bool:
-    """Whether the loss of logits with this dtype runs in gpu_kernels/cross_entropy.py.
+    """Whether the loss of logits with this dtype runs in fast/cross_entropy.py.
 
-    On a GPU, in at most 32 bits, where Triton runs, and runs right: gpu_kernels/first_use.py.
+    On a GPU, in at most 32 bits, where Triton runs, and runs right: fast/first_use.py.
     """
     if device.type != "cuda" or dtype == torch.float64:
         return False
-    from gpu_kernels import first_use  # only GPUs need it
+    from fast import first_use  # only GPUs need it
 
     return first_use.suits(device)
 
@@ -217,7 +217,7 @@ def kernel_chunk_loss(x, weight, labels, scale, z_loss, softcap, grad_x, grad_w)
     The only tensor of shape (rows, V) is the logits, in the dtype of x; with a softcap there is its
     slope, too. The kernel sets the gradient of rows that do not count to 0.
     """
-    from gpu_kernels import cross_entropy as kernels  # only GPUs need it
+    from fast import cross_entropy as kernels  # only GPUs need it
 
     logits = x @ weight.T  # (rows, V)
     if softcap is not None:

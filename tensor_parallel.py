@@ -31,7 +31,7 @@ Below, first the two cut layers, then the collectives around them, the rest of t
 loss. Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial
 weights, checkpoints, the gradient norm and the weights of other projects all follow it.
 
-Not here: the loss kernel of gpu_kernels/, which turns logits into their gradient at once, while
+Not here: the loss kernel of fast/, which turns logits into their gradient at once, while
 here the ranks must first add up each row's sum of exponentials; compiled blocks, which the
 collectives would break apart; communication that overlaps with computation. Not yet run on GPUs.
 

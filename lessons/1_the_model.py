@@ -496,7 +496,7 @@ assert all(flops.n_params(big) == totals[name] for name, big in columns.items())
 #   Positional Information, 2022 (arXiv 2203.16634): on question 3
 #
 # In the project: model.py from `class Attention` down, attention.py and flops.py.
-# gpu_kernels/alibi_columns.py writes -slope * (i - j) as slope * j: a softmax
+# fast/alibi_columns.py writes -slope * (i - j) as slope * j: a softmax
 # does not change if all scores of a query grow by the same number, slope * i.
 
 # Scroll on for the answers.

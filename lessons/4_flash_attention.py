@@ -10,7 +10,7 @@
 # of thirty lines and the project's, without a GPU.
 #
 # An hour; the kernel of the exercise is for a second one. Beside this lesson, open
-# gpu_kernels/flash_attention.py: its docstring is the algorithm, `forward_kernel` is the
+# fast/flash_attention.py: its docstring is the algorithm, `forward_kernel` is the
 # code. attention.py has the obvious version, `reference_attention`.
 
 # %%
@@ -29,7 +29,7 @@ import torch
 
 import devices
 import program
-from gpu_kernels import launch_table
+from fast import launch_table
 from lessons import pictures
 
 # %% [markdown]
@@ -198,8 +198,8 @@ print(program.table(("", "two passes", "in blocks"), cells))
 # once, walks over blocks of BLOCK_N keys, and writes its outputs once, with 4 bytes a row
 # for the backward: m + log l, `lse` in the code. Causality helps: a block of scores that
 # lies in the future is skipped, and only blocks that the diagonal crosses need a mask.
-# gpu_kernels/flash_attention.py::visible_keys draws these borders. Below, BLOCK_M and
-# BLOCK_N are those of gpu_kernels/launch_table.py for an MI250.
+# fast/flash_attention.py::visible_keys draws these borders. Below, BLOCK_M and
+# BLOCK_N are those of fast/launch_table.py for an MI250.
 
 # %%
 BYTES = 2  # of a number in bf16
@@ -344,7 +344,7 @@ print("@triton.jit" + source.split("@triton.jit")[1].split("\n\n\n")[0])
 # `print` works inside a kernel. Triton reads the variable when a kernel is defined, so the
 # lesson starts `python -m lessons.one_block` as a process of its own.
 #
-# It runs the kernel above, then the project's: gpu_kernels/flash_attention.py, forward and
+# It runs the kernel above, then the project's: fast/flash_attention.py, forward and
 # backward, against the obvious version in float64. Triton has no version for macOS. There,
 # the lesson shows what was stored in lessons/4_triton.txt. The first line of each output
 # names the versions it was made with.
@@ -408,7 +408,7 @@ show("compiled", "compile", reason=missing)
 #     H100: 128 x 128            234              0  112 of 227                 1
 #     MI250: 128 x 128           256            392    96 of 64                 0
 #
-# One source, two chips, and different block sizes: that is what gpu_kernels/launch_table.py
+# One source, two chips, and different block sizes: that is what fast/launch_table.py
 # is for. With the H100's 128 x 128 (the last line), the MI250 lacks registers (it takes all
 # 256 of a thread and spills 392 bytes) and shared memory (96 KB of 64: the kernel could not
 # start).
@@ -418,7 +418,7 @@ show("compiled", "compile", reason=missing)
 # and v on their way while another is multiplied) hide the memory from a single block of
 # threads, too. The H100's settings do that; the MI250's have one stage and rely on the
 # second block of threads. bench/results/kernels.md has these figures of all three kernels on
-# every chip, and tests/gpu_kernels/compiled.py is how the tests read them from a binary.
+# every chip, and tests/fast/compiled.py is how the tests read them from a binary.
 #
 # What you have not seen: speed. The interpreter shows no race between threads; a compiled
 # kernel tells what limits it, not how long it takes. The docstring of launch_table.py says
@@ -453,8 +453,8 @@ show("compiled", "compile", reason=missing)
 #   - Dao, "FlashAttention-2", 2023, arXiv:2307.08691: the loops of the project's kernel
 #   - Tillet, Kung and Cox, "Triton: An Intermediate Language and Compiler for Tiled Neural
 #     Network Computations", 2019
-#   - in the project: gpu_kernels/flash_attention.py::dq_kernel and dkdv_kernel, the
-#     backward; tests/gpu_kernels/test_flash_attention.py, how kernels are tested
+#   - in the project: fast/flash_attention.py::dq_kernel and dkdv_kernel, the
+#     backward; tests/fast/test_flash_attention.py, how kernels are tested
 #
 # The answers: `python -m lessons 4 --answers`.
 

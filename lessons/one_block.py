@@ -5,7 +5,7 @@
 
 `one_block_kernel` has no heads, no batch and no mask except for the end of the sequence. It walks
 over blocks of keys and keeps, for each query, the largest score m, the sum l of exp(score - m), and
-the sum o of exp(score - m) * v. The project's kernel, gpu_kernels/flash_attention.py, has the same
+the sum o of exp(score - m) * v. The project's kernel, fast/flash_attention.py, has the same
 loop; the program runs it, too. Lesson 4 shows what this program prints.
 """
 
@@ -19,7 +19,7 @@ import sys
 import torch
 
 import program
-from gpu_kernels import flash_attention
+from fast import flash_attention
 from program import require
 
 try:
@@ -88,7 +88,7 @@ def interpret() -> None:
     print("one_block_kernel: one block of 16 queries, 40 keys of width 32, in steps of 16 keys")
     errors = {dtype: [one_block_error(dtype)] for dtype in (torch.float32, torch.float16)}
     show(("relative to float64", "out"), errors)
-    print("\ngpu_kernels/flash_attention.py, 2 heads of 64, 80 tokens, causal, with ALiBi")
+    print("\nfast/flash_attention.py, 2 heads of 64, 80 tokens, causal, with ALiBi")
     dtypes = (torch.float32, torch.bfloat16)
     errors = {dtype: flash_attention.compare("cpu", dtype, Hkv=2) for dtype in dtypes}
     show(("relative to float64", "out", "dq", "dk", "dv"), errors)

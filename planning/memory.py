@@ -28,7 +28,7 @@ without gradient or moments. A frozen layer does not keep its input, but its ada
 
 The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`), RMSNorm in one
 operation, as on a GPU, and no dropout; and the loss of a GPU with Triton
-(gpu_kernels/cross_entropy.py) unless `device` is cpu or mps, or tensor parallelism cuts the
+(fast/cross_entropy.py) unless `device` is cpu or mps, or tensor parallelism cuts the
 vocabulary. Fragmentation of the allocator, the driver and network buffers come on top.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.

@@ -67,7 +67,7 @@ class Constants:
     update_bytes: float = 30  # per parameter of an update: Adam reads 4 fp32 numbers, writes 3
     pace: float = 1.0  # measured / predicted seconds of compute, set by `--calibrate`
     reduce_bytes: int = 4  # of a gradient on the network
-    # Memory traffic of the loss for each logit, beside the matmuls. gpu_kernels/cross_entropy.py
+    # Memory traffic of the loss for each logit, beside the matmuls. fast/cross_entropy.py
     # reads a bf16 logit twice and writes its gradient over it.
     logit_bytes: int = 6
     # The same where tensor ranks share the vocabulary. tensor_parallel.py has no kernel: it reads a

@@ -55,7 +55,7 @@ class VisibleKeys:
     def attention(self, q, k, v, impl, rule):
         """One query, q (B, H, 1, D), and all k and v, (B, Hkv, n_keys, D). rule: a `ScoreRule`."""
         if takes_kernel(impl, q.device, q.dtype, q.shape[-1], rule.softcap):
-            from gpu_kernels.flash_attention import forward_operator
+            from fast.flash_attention import forward_operator
 
             bounds = self.bounds(rule.window)
             settings = rule.slopes, bounds, True, rule.scale, rule.softcap

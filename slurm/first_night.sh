@@ -43,14 +43,14 @@ resume() { # the demo undisturbed, and killed with -9 and resumed: figures equal
 export -f resume
 to=--out=$(printf %q "$OUT") # as one types it
 train="python -m bench train $to/train.csv --grad_accum=2 --rounds=3 --steps=2 --compile=true"
-stages="kernels python -m gpu_kernels.flash_attention
-loss python -m gpu_kernels.cross_entropy
+stages="kernels python -m fast.flash_attention
+loss python -m fast.cross_entropy
 resume resume
 tests python -m pytest -m gpu -q -rfEs -n 4
 1b-alibi $train --sizes=1b --alibi --sweep=microbatch_size=8,16
 attention python -m bench attention $to --lengths=2048,8192 --head_dims=64,128 --rounds=3
-tune-64 python -m gpu_kernels.flash_attention --tune=64
-tune-128 python -m gpu_kernels.flash_attention --tune=128
+tune-64 python -m fast.flash_attention --tune=64
+tune-128 python -m fast.flash_attention --tune=128
 125m-350m $train --sizes=125m,350m --sweep=microbatch_size=8,32
 1b $train --sizes=1b --sweep=microbatch_size=2,8
 3b $train --sizes=3b --sweep=microbatch_size=2,8 --activation_checkpointing=none

@@ -37,12 +37,12 @@ attention.py: test_attention.py
 + masked_fill(j > i + 1,
 
 the gradient of the keys lacks the backward of softmax
-gpu_kernels/cpu_attention.py: test_attention.py
+fast/cpu_attention.py: test_attention.py
 - dk[:, keys] += torch.bmm(dscores.mT
 + dk[:, keys] += torch.bmm(probs.mT
 
 in the kernel's backward, blocks on the diagonal have no causal mask
-gpu_kernels/flash_attention.py: gpu_kernels/test_flash_attention.py::test_diagonal_masks_are_enough
+fast/flash_attention.py: fast/test_flash_attention.py::test_diagonal_masks_are_enough
 - mask_until = tl.max(first) - past
 + mask_until = tl.min(first) - past
 
@@ -64,7 +64,7 @@ loss.py: test_loss.py
 + probs.mul_(1 + z_loss * log_z)
 
 the loss kernel does not move its sums to a new maximum
-gpu_kernels/cross_entropy.py: gpu_kernels/test_cross_entropy.py
+fast/cross_entropy.py: fast/test_cross_entropy.py
 - l = l * tl.exp(m - m_new) + tl.exp(s - m_new)
 + l = l + tl.exp(s - m_new)
 

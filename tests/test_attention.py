@@ -12,8 +12,8 @@ from tracing.tracer import Tracer
 
 import attention as attention_module
 from attention import ScoreRule, alibi_slopes, attention, attention_bias, choose
-from gpu_kernels import cpu_attention, first_use, flex_attention, launch_table
-from gpu_kernels.alibi_columns import with_alibi_columns
+from fast import cpu_attention, first_use, flex_attention, launch_table
+from fast.alibi_columns import with_alibi_columns
 from program import UserError
 
 
@@ -498,7 +498,7 @@ def test_auto_without_triton_or_without_a_compiler_for_it(triton_runs, monkeypat
 
 
 def test_without_triton_the_error_names_another_implementation(monkeypatch):
-    monkeypatch.delitem(sys.modules, "gpu_kernels.flash_attention", raising=False)
+    monkeypatch.delitem(sys.modules, "fast.flash_attention", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UserError, match="attn_impl=triton needs triton.*attn_impl=sdpa"):
         attention(*qkv(), impl="triton")

@@ -137,7 +137,7 @@ def test_a_recipe_is_traced_without_a_break_and_once_for_all_layers(name, monkey
     impl = "triton" if m.alibi else "sdpa"  # what attn_impl=auto means on a GPU, in bf16
     m, cfg = replace(m, n_layers=2, attn_impl=impl), replace(cfg, compile=True)
     if impl == "triton":  # its operator would refuse tensors on a CPU, of which it sees the shapes
-        from gpu_kernels import flash_attention
+        from fast import flash_attention
 
         monkeypatch.setattr(flash_attention, "INTERPRETED", SimpleNamespace(value=True))
     # Not fake: the state of the generator, which recomputation keeps.

@@ -210,7 +210,7 @@ ELSEWHERE = {
     "python -m bench attention": "tests/bench/test_bench_attention.py",
     "python -m bench beside": "tests/bench/test_bench_beside.py",
     "torchrun --nproc_per_node 2 -m bench machine": "tests/bench/test_bench_machine.py",
-    "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
+    "python -m fast.flash_attention --tune": "it needs a GPU",
     "python -m planning.calibrate results.csv machine.json": "it refuses a CPU",
     "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "it ends with an error, on purpose",
     "torchrun --nproc_per_node 4 -m bench machine": "README has it with 2 ranks",
@@ -238,7 +238,7 @@ OF_FOLDERS = sorted(
     for command in commands_in(command_lines(FOLDER_PAGES)) - {*COMMANDS, *ELSEWHERE}
     if command.split()[0] in RUN_HERE
 )
-LONG = "python -m gpu_kernels.flash_attention"  # in the interpreter
+LONG = "python -m fast.flash_attention"  # in the interpreter
 
 
 @pytest.mark.parametrize("command", QUICK_PROGRAMS)

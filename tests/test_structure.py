@@ -12,7 +12,7 @@ from conftest import ROOT, flags_for, rooms_on_path
 
 # Each may import those before it. Names with a slash are folders. Some are only planned, as web/.
 ORDER = """
-    program config storage/ devices flops planning/ gpu_kernels/ attention loss model text/ data
+    program config storage/ devices flops planning/ fast/ attention loss model text/ data
     optim launch/ processes tensor_parallel pipeline lora parallel checkpoint
     weights/ evaluation/ lifecycle/ serving/ web/
     fsdp_train nano generate plan serve bench/ lessons/
@@ -196,7 +196,7 @@ def test_the_trainer_brings_in_what_training_uses_and_no_more(tiny_data, tmp_pat
         brought = set(line.split()) & set(OURS)
         assert len(brought) <= 28, sorted(brought)
         rooms = {name.split(".")[0] for name in brought if "." in name}
-        wanted = {"storage", "text", "launch", "lifecycle", "weights", "gpu_kernels"}
+        wanted = {"storage", "text", "launch", "lifecycle", "weights", "fast"}
         assert rooms == wanted, sorted(brought)
         assert brought.isdisjoint({"weights.hf", "weights.load", "weights.peft"})
 
@@ -288,7 +288,7 @@ def test_functions_are_short():
     for path in FILES + DOORS:
         functions = [node for node in ast.walk(tree(path)) if isinstance(node, FUNCTIONS)]
         long = {node.name for node in functions if length(node) > 60}
-        assert not long or path.parent.name == "gpu_kernels", f"{path}: {long}"
+        assert not long or path.parent.name == "fast", f"{path}: {long}"
 
 
 def test_lines_are_short():

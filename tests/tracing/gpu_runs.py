@@ -31,7 +31,7 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from evaluation.score import Request, score
-from gpu_kernels import first_use
+from fast import first_use
 from model import MPT
 from serving import decoder
 from tracing.live_bytes import real_offsets

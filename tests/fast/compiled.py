@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from gpu_kernels import flash_attention
+from fast import flash_attention
 
 KB = 1024
 # Shared memory that one block of threads may take on each chip, bytes.

@@ -14,7 +14,7 @@ A row of the table is (BLOCK_M, BLOCK_N, num_warps, num_stages), on AMD also wav
                        what the registers allow
 
 A kernel that runs out of registers spills them to memory in its inner loop, which is slow. The rows
-below spill nothing, or the few bytes that tests/gpu_kernels/test_launch_table.py allows: the test
+below spill nothing, or the few bytes that tests/fast/test_launch_table.py allows: the test
 compiles each row for its chip and reads the binary. A few architectures take another one's rows
 (`SAME_ROWS`), compiled for each of them just the same.
 
@@ -23,7 +23,7 @@ Two rows were the fastest `candidates` on an H200 on 2026-11-28: sm_90, heads of
 1.004 ms; the rows before them, (128, 64, 8, 3) and (128, 64, 8, 2), took 0.875 and 1.238. That dq
 spills 56 bytes, and is faster all the same. The other rows are the largest blocks that passed the
 test. sm_90's have run on that H200, but beside no others; the rest was compiled, never timed.
-`python -m gpu_kernels.flash_attention --tune` times candidates, and prints rows for this table.
+`python -m fast.flash_attention --tune` times candidates, and prints rows for this table.
 """
 
 import functools
@@ -128,8 +128,8 @@ def rows_of(arch: str) -> dict:
     rows = {dim: passes for (name, dim), passes in LAUNCH.items() if name == owner}
     if not rows and arch != "cpu":
         print(
-            f"gpu_kernels/launch_table.py has no rows for {arch}, so attention uses {UNKNOWN}: "
-            "python -m gpu_kernels.flash_attention --tune measures better ones",
+            f"fast/launch_table.py has no rows for {arch}, so attention uses {UNKNOWN}: "
+            "python -m fast.flash_attention --tune measures better ones",
             file=sys.stderr,
         )
     return rows

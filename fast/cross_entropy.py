@@ -19,7 +19,7 @@ operators take 10 (the logits, their fp32 copy, the log-probabilities). All arit
 and only the gradient is rounded. Each row has one owner and one order of sums: two runs are equal
 bit for bit. The caller multiplies the gradient by `scale`, which d s / d x lacks here.
 
-    python -m gpu_kernels.cross_entropy     compare with float64; on a GPU also the speed
+    python -m fast.cross_entropy     compare with float64; on a GPU also the speed
 
 Without a GPU the comparison runs in Triton's interpreter. An H200 has run it. loss.py decides when
 these kernels run.
@@ -43,7 +43,7 @@ try:
     import triton.language as tl
 except ImportError as missing:
     raise ImportError(
-        "gpu_kernels/cross_entropy.py needs triton, which comes with PyTorch for CUDA and ROCm; "
+        "fast/cross_entropy.py needs triton, which comes with PyTorch for CUDA and ROCm; "
         "on a Linux CPU: pip install 'triton>=3.4'"
     ) from missing
 
@@ -267,7 +267,7 @@ def main(argv) -> None:
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not INTERPRETED.value:
         # Triton reads the variable when a kernel is decorated, so the program starts again.
-        restart = [sys.executable, "-m", "gpu_kernels.cross_entropy"]
+        restart = [sys.executable, "-m", "fast.cross_entropy"]
         os.execve(sys.executable, restart, os.environ | {"TRITON_INTERPRET": "1"})
     demonstrate("cuda" if has_gpu else "cpu")
     if has_gpu and not INTERPRETED.value:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from gpu_kernels import launch_table
+from fast import launch_table
 from program import one_line
 
 LIMIT = 2e-2  # of the errors in bf16: attention's are relative to the largest exact value
@@ -74,7 +74,7 @@ def is_right(
 
 def fault_on(device: torch.device, head_dim: int, one_query: bool, softcap: bool) -> str:
     """What is wrong with a kernel on this device, "" if nothing is."""
-    from gpu_kernels import cross_entropy, flash_attention  # they need Triton
+    from fast import cross_entropy, flash_attention  # they need Triton
 
     gpus = [device] if device.type == "cuda" else []
     try:

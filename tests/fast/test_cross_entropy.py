@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="the kernels need triton: see requ
 from test_launch_table import SHARED, USUAL_CHIPS  # noqa: E402
 
 import loss as loss_file  # noqa: E402
-from gpu_kernels import cross_entropy as kernels  # noqa: E402
+from fast import cross_entropy as kernels  # noqa: E402
 from loss import IGNORE  # noqa: E402
 from program import UserError  # noqa: E402
 
@@ -179,7 +179,7 @@ def test_pytorchs_own_checks_of_the_operators(interpreted):
     "lacking", ["nothing", "Triton or its compiler", "matrix instructions", "fp64", "GPU"]
 )
 def test_pytorchs_operators_run_where_the_kernel_cannot(lacking, monkeypatch):
-    from gpu_kernels import first_use
+    from fast import first_use
 
     monkeypatch.setattr(first_use, "can_build", lambda: lacking != "Triton or its compiler")
     has = lacking != "matrix instructions"

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from gpu_kernels import cross_entropy, first_use, flash_attention  # noqa: E402
+from fast import cross_entropy, first_use, flash_attention  # noqa: E402
 
 CPU = torch.device("cpu")
 

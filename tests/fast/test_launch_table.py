@@ -23,8 +23,8 @@ triton = pytest.importorskip("triton", reason="the kernels need triton: see requ
 import compiled  # noqa: E402
 from compiled import SHARED, attention_binary, warp_size  # noqa: E402
 
-from gpu_kernels import launch_table  # noqa: E402
-from gpu_kernels.launch_table import LAUNCH, SAME_ROWS, UNKNOWN, row_for  # noqa: E402
+from fast import launch_table  # noqa: E402
+from fast.launch_table import LAUNCH, SAME_ROWS, UNKNOWN, row_for  # noqa: E402
 from program import UserError  # noqa: E402
 
 TENSOR_MEMORY = 512  # columns of it that a block may take

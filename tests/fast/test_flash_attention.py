@@ -19,9 +19,9 @@ pytest.importorskip("triton", reason="the kernels need triton: see requirements-
 
 from attention import alibi_slopes, attention  # noqa: E402
 from config import MPTConfig
-from gpu_kernels import flash_attention as kernels  # noqa: E402
-from gpu_kernels import launch_table  # noqa: E402
-from gpu_kernels.launch_table import ONE_QUERY  # noqa: E402
+from fast import flash_attention as kernels  # noqa: E402
+from fast import launch_table  # noqa: E402
+from fast.launch_table import ONE_QUERY  # noqa: E402
 from model import MPT, init_weights  # noqa: E402
 from program import UserError
 from serving.decoder import Decoder

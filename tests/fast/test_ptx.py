@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton", reason="the kernels need triton: see requ
 import triton.language as tl  # noqa: E402
 from ptx_interpreter import Fault, Unsupported, on  # noqa: E402
 
-from gpu_kernels import cross_entropy, flash_attention  # noqa: E402
+from fast import cross_entropy, flash_attention  # noqa: E402
 
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}  # as in test_flash_attention.py
 

@@ -50,13 +50,13 @@ A softcap c (Gemma 2) makes c * tanh(s / c) of each score before the bias. Its d
 Powers of two: the GPU has an instruction for 2^x, not for e^x. So scale, softcap and slopes
 are multiplied by log2(e), exp becomes exp2, and lse is a logarithm to base 2.
 
-NVIDIA and AMD run the same source. What differs is data, in gpu_kernels/launch_table.py: a
+NVIDIA and AMD run the same source. What differs is data, in fast/launch_table.py: a
 wavefront of an AMD Instinct has 64 threads, and a compute unit of an MI250 or MI300 has 64 KiB of
 shared memory (LDS) where an H100 has 227, so AMD gets smaller blocks, and mostly one pipeline
 stage.
 
-    python -m gpu_kernels.flash_attention           compare with float64
-    python -m gpu_kernels.flash_attention --tune    time launch settings, print rows for the table
+    python -m fast.flash_attention           compare with float64
+    python -m fast.flash_attention --tune    time launch settings, print rows for the table
                                                     (--tune=64, --tune=128: of one head dim)
 
 Without a GPU the comparison runs in Triton's interpreter.
@@ -75,8 +75,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 import program
-from gpu_kernels import launch_table
-from gpu_kernels.launch_table import architecture
+from fast import launch_table
+from fast.launch_table import architecture
 from program import UserError, require
 
 try:
@@ -889,13 +889,13 @@ def main(argv) -> None:
     """Compare with float64, in the interpreter if there is no GPU; --tune: time launch settings."""
     if program.wants_help(argv):
         program.show_help()
-    usage = "usage: python -m gpu_kernels.flash_attention [--tune | --tune=64 | --tune=128]"
+    usage = "usage: python -m fast.flash_attention [--tune | --tune=64 | --tune=128]"
     require(not argv or (len(argv) == 1 and argv[0] in TUNED), usage)
     has_gpu = torch.cuda.is_available()
     require(has_gpu or not argv, "--tune times kernels on a GPU, and there is none here")
     if not has_gpu and not INTERPRETED.value:
         # Triton reads the variable when a kernel is decorated, so the program starts again.
-        restart = [sys.executable, "-m", "gpu_kernels.flash_attention"]
+        restart = [sys.executable, "-m", "fast.flash_attention"]
         os.execve(sys.executable, restart, os.environ | {"TRITON_INTERPRET": "1"})
     if argv:
         return tune(torch.device("cuda"), TUNED[argv[0]])

@@ -1,0 +1,1 @@
+"""The fast versions of attention and the loss: Triton kernels, FlexAttention, blocks on a CPU."""

@@ -1,1 +1,0 @@
-"""Kernels written in Triton, and their launch settings for each GPU."""
