@@ -201,11 +201,13 @@ def schedule(shares: list[float]) -> tuple[np.ndarray, np.ndarray]:
 
     shares: to four decimals, so after at most 10,000 samples each source has had exactly its share.
 
-    Each sample is from the source that would be the first to fall behind, of those that are not
-    ahead: the earliest deadline first (Liu and Layland, 1973). With this rule every deadline is
-    kept. So of the first n samples a source with the share p has floor(p n) or ceil(p n), and of
-    any samples in a row less than 2 more or fewer than its share. (That less than 1 is possible for
-    all n is Tijdeman's answer to the chairman assignment problem, 1980.)
+    The next sample is from the source that would otherwise be the first to fall behind its share,
+    of those that are not ahead of theirs. So of the first n samples a source with the share p has
+    floor(p n) or ceil(p n), and of any samples in a row less than 2 more or fewer than its share.
+
+    Why no source falls behind: this is scheduling by the earliest deadline (Liu and Layland, 1973).
+    That a source can always be within 1 sample of p n is Tijdeman's answer to the chairman
+    assignment problem (1980).
     """
     parts = [round(10_000 * share) for share in shares]
     divisor = math.gcd(*parts)
@@ -216,7 +218,10 @@ def schedule(shares: list[float]) -> tuple[np.ndarray, np.ndarray]:
     numbers = np.empty(length, np.int64)
 
     def deadline(k: int) -> int:
-        """Of the first so many samples, one more must be from source k: ceil((count + 1) / p)."""
+        """Source k falls behind unless one more of the first so many samples is from it.
+
+        That is ceil((count + 1) / p).
+        """
         return -(-(counts[k] + 1) * length // parts[k])
 
     for n in range(length):
@@ -277,6 +282,15 @@ class Part(NamedTuple):
     val: Split
 
 
+def names_and_shares(cfg: TrainConfig | None) -> list[tuple[str, float]]:
+    """The name and share of each source of a mixture; without one: no name, and all samples."""
+    if cfg is None or not cfg.mix:
+        return [("", 1.0)]
+    from text import mixture  # here, since most runs do without
+
+    return [(source.name, source.share) for source in mixture.sources(cfg.mix)]
+
+
 class Dataset:
     """The data of a run: one prepared folder, or one for each source of a mixture."""
 
@@ -285,26 +299,22 @@ class Dataset:
 
         folders: what `open_folders` returned. cfg: for a mixture.
         """
-        length = model_cfg.max_seq_len
-        mix = cfg.mix if cfg else []
-        named = [("", 1.0)]  # name and share of each source
-        if mix:
-            from text import mixture  # here, since most runs do without
+        self.parts = []
+        for (name, share), folder in zip(names_and_shares(cfg), folders, strict=True):
+            train = Split(folder, "train", model_cfg.max_seq_len)
+            val = Split(folder, "val", model_cfg.max_seq_len)
+            self.parts.append(Part(name, share, folder, train, val))
 
-            named = [(source.name, source.share) for source in mixture.sources(mix)]
-        self.parts = [
-            Part(name, share, p, Split(p, "train", length), Split(p, "val", length))
-            for (name, share), p in zip(named, folders, strict=True)
-        ]
+        first = self.parts[0]
         fingerprints = [read_summary(folder)["fingerprint"] for folder in folders]
-        self.train = self.parts[0].train
+        self.train = first.train
         self.fingerprint = fingerprints[0]
-        if mix:
+        if first.name:  # a mixture
             shares = [part.share for part in self.parts]
             self.train = Mixture([part.train for part in self.parts], shares)
             self.fingerprint = " + ".join(map("{:g} of {}".format, shares, fingerprints))
 
-        folder = folders[0]  # all have the same tokenizer
+        folder = first.folder  # all have the same tokenizer
         self.tokenizer_file = folder / "tokenizer.json"  # not there for bytes and GPT-2's
         # The id between packed documents, if the model keeps them apart.
         self.separator = None
@@ -313,7 +323,7 @@ class Dataset:
 
             name = read_summary(folder)["tokenizer"]
             self.separator = tokenizer.load(name, self.tokenizer_file).eot
-        n_ids = self.parts[0].train.vocab_size
+        n_ids = first.train.vocab_size
         require(
             n_ids <= model_cfg.vocab_size,
             f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {folder}: raise it",
@@ -322,8 +332,9 @@ class Dataset:
     @property
     def epoch_tokens(self) -> int:
         """Tokens of an epoch; 0 with a mixture, where each source has epochs of its own."""
-        (name, _, _, train, _), *_ = self.parts
-        return 0 if name else len(train) * train.seq_len
+        first = self.parts[0]
+        is_mixture = first.name != ""
+        return 0 if is_mixture else len(first.train) * first.train.seq_len
 
     def batches(self, steps, cfg: TrainConfig, world):
         """Yield (step, rows), rows (B, T + 1) on this rank's device, for each of the `steps`.
@@ -340,11 +351,19 @@ class Dataset:
         return prefetch(read, steps, world.device)
 
 
+def permute_slowly(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """The obvious version of `permute`, which shuffles all n windows to look up a few.
+
+    It is another random order, with the same properties: tests/test_data.py checks both.
+    """
+    return np.random.default_rng([seed, epoch]).permutation(n)[positions]
+
+
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Where a random permutation of 0..n-1 sends `positions`, int64 of the same shape.
 
     Each is computed on its own, so nothing of size n is stored. Only integers are used, so the
-    result is the same on every machine.
+    result is the same on every machine and with every version of NumPy.
 
     A Feistel network of 6 rounds (Luby and Rackoff, 1988) permutes 0..4^k-1, the smallest such
     range that holds n. A result outside 0..n-1 goes through the network again until it lies
@@ -362,7 +381,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
         left = x >> k
         right = x & mask
         for key in round_keys:
-            left, right = right, left ^ (mix(right + key) & mask)
+            left, right = right, left ^ (scramble(right + key) & mask)
         return (left << k) | right
 
     permuted = network(positions.astype(np.uint64))
@@ -371,7 +390,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return permuted.astype(np.int64)
 
 
-def mix(x: np.ndarray) -> np.ndarray:
+def scramble(x: np.ndarray) -> np.ndarray:
     """Hash uint64 to uint64, elementwise: the finalizer of SplitMix64 (Steele et al., 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

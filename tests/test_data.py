@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 import data
 from config import TrainConfig, load
-from data import Split, open_or_prepare, permute, prefetch
+from data import Split, open_or_prepare, permute, permute_slowly, prefetch
 from program import UserError
 from text import shards, sources
 from text import tokenizer as tokenizers
@@ -598,14 +598,22 @@ def test_a_sequence_longer_than_the_data(make):
 # --- the permutation
 
 
+BOTH = pytest.mark.parametrize("permute", [permute, permute_slowly])
+
+
+@BOTH
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 3000) | st.sampled_from([4**5, 4**5 + 1, 4**6 - 1, 2**16]),
     seed=st.integers(0, 2**40),
 )
-def test_a_permutation_of_any_number_is_one(n, seed):
-    for epoch in (0, 7):
-        assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
+def test_a_permutation_of_any_number_is_one(permute, n, seed):
+    orders = [permute(np.arange(n), n, seed, epoch) for epoch in (0, 7)]
+    for order, epoch in zip(orders, (0, 7), strict=True):
+        assert np.array_equal(np.sort(order), np.arange(n))
+        half = np.arange(n // 2, n)  # on another rank
+        assert np.array_equal(permute(half, n, seed, epoch), order[half])
+    assert n < 20 or not np.array_equal(*orders)
 
 
 def test_known_values():
@@ -619,7 +627,8 @@ def test_known_values():
     assert far_apart.tolist() == [891628714229, 543546693989, 29106836283]
 
 
-def test_it_shuffles_as_well_as_chance():
+@BOTH
+def test_it_shuffles_as_well_as_chance(permute):
     """Batch means spread as those of random samples do, and neighbours are uncorrelated.
 
     The correlation of neighbours in a linear congruential generator is -0.42.
