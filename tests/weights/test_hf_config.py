@@ -186,6 +186,12 @@ def test_what_we_do_not_have_is_refused_by_name(settings, named):
     assert named in refusal(hf_config.config_from, settings)
 
 
+def test_a_plain_model_has_no_keys_that_older_programs_refuse():
+    written = hf_config.config_to(MPT_7B)
+    names = hf_config.LATER_KEYS + ["ffn_config"]
+    assert len(names) == 6 and not {*names} & {*written, *written["attn_config"]}
+
+
 def test_what_counts_in_training_alone_is_warned_of():
     more = {"resid_pdrop": 0.1, "attn_uses_sequence_id": True, "embedding_fraction": 0.5}
     lost = hf_config.lost_in_transformers(replace(SMALL, **LIKE_TRANSFORMERS, **more))
