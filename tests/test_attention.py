@@ -326,12 +326,13 @@ def test_documents_do_not_see_each_other(impl, alibi, lengths):
         assert (a - b).abs().max() < 1e-6 * b.abs().max().clamp(min=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["blocks", "sdpa"])
+@pytest.mark.parametrize("impl, softcap", [("blocks", None), ("blocks", 0.5), ("sdpa", None)])
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("lengths", [(1, 65), (65, 65), (40, 65)])
-def test_documents_within_a_window(impl, window, lengths):
+def test_documents_within_a_window(impl, softcap, window, lengths):
     ids = torch.stack([torch.arange(65) // 30, torch.zeros(65).long()])
-    more = {"alibi_slopes": alibi_slopes(4), "sequence_ids": ids, "window": window}
+    more = {"alibi_slopes": alibi_slopes(4), "sequence_ids": ids}
+    more |= {"window": window, "softcap": softcap}
     found, exact = (
         output_and_gradients(
             lambda q, k, v, way=way: attention(q, k, v, impl=way, **more),
