@@ -221,10 +221,10 @@ def require_work(run: str, cfg: ServeSettings) -> None:
 def require_room(cfg: ServeSettings, model: MPTConfig, width: int, free: int) -> None:
     """UserError if weights, rows and beginnings of prompts take more than the free bytes.
 
-    width: bytes of a number. Each tensor rank has its part of the weights and rows.
+    width: bytes of a number. free: of one tensor rank, which has its part of weights and rows.
     """
     weights = width * n_params(model) // cfg.tp
-    row = (longest_text(cfg, model) + SLACK) * kv_bytes_per_token(model, width) // cfg.tp
+    row = (longest_text(cfg, model) + SLACK) * kv_bytes_per_token(model, width, cfg.tp)
     shared = cfg.prefix_mb * 2**20
     n_fit = (free - weights - shared) // row - 1  # one more for the prompt that is read
     gib = [f"{n_bytes / 2**30:.1f} GiB" for n_bytes in (weights, row, free)]

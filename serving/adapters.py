@@ -135,10 +135,10 @@ def places_of(model: MPT, rank: int, layers, layout: Layout) -> dict[str, Place]
         kind = name.rpartition(".")[2]
         if kind in layers:
             n_out, n_in = shapes[kind]
-            out_features = len(layout.take(f"{name}.lora_B", torch.empty(n_out, 1, device="meta")))
-            in_features = layout.take(f"{name}.lora_A", torch.empty(1, n_in, device="meta")).shape[
-                1
-            ]
+            A = torch.empty(rank, n_in, device="meta")
+            B = torch.empty(n_out, rank, device="meta")
+            in_features = layout.take(f"{name}.lora_A", A).shape[1]
+            out_features = layout.take(f"{name}.lora_B", B).shape[0]
             end = begin + rank * (in_features + out_features)
             places[name] = Place(slice(begin, end), in_features, out_features)
             begin = end
@@ -181,7 +181,7 @@ class AdapterBank:
         # One thread: a slot that changes hands twice is filled in that order.
         self.loader = ThreadPoolExecutor(1, "adapters")
         self.n_loads = 0
-        self.fill_on_all_ranks = self.fill  # of one device; an engine of several ranks tells them
+        self.fill_on_all_ranks = self.fill  # the engine of several tensor ranks sets another one
 
         self.cfg = decoder.cfg
         self.layouts = [Layout(self.cfg, i, decoder.n_ranks) for i in range(decoder.n_ranks)]

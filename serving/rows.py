@@ -38,6 +38,7 @@ from model import KVCache
 from program import require
 from serving import step_graph
 from serving.decoder import Decoder
+from serving.speed import kv_bytes_per_token
 from tensor_parallel import Team
 
 SLACK = 64  # columns more than the longest text needs: rows are shifted once in so many steps
@@ -200,10 +201,8 @@ class Batch:
     def __init__(self, decoder: Decoder, n_rows: int, max_tokens: int, prefix_bytes: int):
         self.decoder = decoder
         self.rows = Rows(decoder, n_rows, max_tokens)
-        # Equal on all tensor ranks, though one may have more heads of keys than another.
-        cfg, n_ranks = decoder.cfg, decoder.n_ranks
-        n_heads = -(-cfg.n_kv_heads // n_ranks)
-        token_bytes = 2 * cfg.n_layers * n_heads * cfg.head_dim * decoder.cache_dtype.itemsize
+        width = decoder.cache_dtype.itemsize
+        token_bytes = kv_bytes_per_token(decoder.cfg, width, decoder.n_ranks)
         self.prefixes = Prefixes(prefix_bytes // (BLOCK * token_bytes))
         self.prompt = None  # its cache
         self.ids = []  # of the prompt
@@ -246,9 +245,9 @@ class Batch:
         self.n_columns = self.rows.end - min(self.rows.pads)
         return self.logits([[i] for i in ids], cache, slots, self.rows.graphs or self.decoder)
 
-    def fill(self, slot: int, factors: dict) -> None:
-        """Put an adapter into a slot of the bank."""
-        self.decoder.bank.fill(slot, factors)
+    def fill(self, slot: int, rows: list[torch.Tensor]) -> None:
+        """Put an adapter into a slot of the bank: `AdapterBank.fill`."""
+        self.decoder.bank.fill(slot, rows)
 
     def logits(self, ids, cache: KVCache, slots, decode):
         """decode(ids (n, T), cache), with the adapters in these slots."""
@@ -305,8 +304,9 @@ def start_ranks(model_cfg: MPTConfig, tp: int) -> tuple[torch.device, Team | Non
     """
     is_rank = "RANK" in os.environ  # torchrun's: tasks of srun alone are replicas
     _, size, _, _ = program.read_launcher() if is_rank else (0, 1, 0, 1)
+    started = f"{size} ranks" if is_rank else "none"
     start = f"start torchrun --nproc_per_node={tp}" if tp > 1 else "start it without torchrun"
-    require(size == tp, f"--tp={tp}, but torchrun has started {size} ranks: {start}")
+    require(size == tp, f"--tp={tp}, but torchrun has started {started}: {start}")
     if tp == 1:
         return processes.pick_device("auto", 0, 1, 1), None
     model_cfg.check_tensor_ranks(tp, sequence_parallel=False)

@@ -27,12 +27,14 @@ from config import MPTConfig
 from serving.decoder import Decoder
 
 
-def kv_bytes_per_token(m: MPTConfig, width: int = 2) -> int:
+def kv_bytes_per_token(m: MPTConfig, width: int = 2, tp: int = 1) -> int:
     """Bytes of one token's keys and values in all layers. width: bytes of a number, 2 for bf16.
 
+    tp: of one of so many tensor ranks, each of which has a single head of keys and values whole.
     vLLM (2309.06180, section 3) has an example: 800 KB for OPT-13B.
     """
-    return 2 * m.n_layers * m.n_kv_heads * m.head_dim * width
+    n_heads = max(1, m.n_kv_heads // tp)
+    return 2 * m.n_layers * n_heads * m.head_dim * width
 
 
 def tokens_read(m: MPTConfig, n_cached: int) -> int:
@@ -96,10 +98,10 @@ class Speed:
 
     def bytes_read(self, decoder: Decoder) -> int:
         """The bytes that all steps read on a device: weights in each, adapters, what was cached."""
-        weights = weight_bytes(decoder.cfg, decoder.dtype.itemsize)
-        per_token = kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
-        of_model = self.steps * weights + self.cached_tokens * per_token
-        return of_model // decoder.n_ranks + self.adapter_bytes
+        tp = decoder.n_ranks
+        weights = weight_bytes(decoder.cfg, decoder.dtype.itemsize) // tp
+        per_token = kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize, tp)
+        return self.steps * weights + self.adapter_bytes + self.cached_tokens * per_token
 
 
 def share_of_bandwidth(gbs: float, device: torch.device) -> str:

@@ -171,6 +171,8 @@ WRONG = {  # flags, words of the answer
     "--max_new_tokens=0": "max_new_tokens must be from 1 to",
     "--stop=": "a stop string is empty",
     "--interactive --json": "remove --prompt, --prompts and --json",
+    "--interactive --tp=2": "the terminal, which torchrun keeps",
+    "--tp=2": "torchrun has started none: start torchrun --nproc_per_node=2",
     "--prompts={folder}/empty": "no prompt in",
     "--promt=x": "did you mean 'prompt'",
     "--precision=fp8": "expected one of: auto, fp32, bf16",

@@ -109,15 +109,18 @@ def test_logits_are_those_of_a_step_that_is_not_captured(positions, made):
 
 
 @pytest.mark.parametrize(
-    "more, dtype, is_captured",
+    "more, dtype, team, is_captured",
     [
-        ({"sliding_window_size": 6}, torch.float32, True),  # SDPA with a mask
-        ({"attn_logit_softcapping": 30.0}, torch.bfloat16, True),  # the kernel
-        ({"attn_logit_softcapping": 30.0}, torch.float32, False),
+        ({"sliding_window_size": 6}, torch.float32, None, True),  # SDPA with a mask
+        ({"sliding_window_size": 6}, torch.float32, "two tensor ranks", False),
+        ({"attn_logit_softcapping": 30.0}, torch.bfloat16, None, True),  # the kernel
+        ({"attn_logit_softcapping": 30.0}, torch.float32, None, False),
     ],
     ids=str,
 )
-def test_steps_are_captured_where_attention_can_hide_columns(more, dtype, is_captured, monkeypatch):
+def test_steps_are_captured_where_attention_can_hide_columns(
+    more, dtype, team, is_captured, monkeypatch
+):
     def in_16_bits(impl, device, dtype, *rest, **named):
         """As `attention.choose` on an H100."""
         return "triton" if dtype == torch.bfloat16 else "sdpa"
@@ -125,7 +128,7 @@ def test_steps_are_captured_where_attention_can_hide_columns(more, dtype, is_cap
     monkeypatch.setattr(attention, "choose", in_16_bits)
     gpu = torch.device("cuda", 0)
     cfg = MPTConfig(**more)
-    decode = SimpleNamespace(device=gpu, cache_dtype=dtype, cfg=cfg, team=None)
+    decode = SimpleNamespace(device=gpu, cache_dtype=dtype, cfg=cfg, team=team)
     assert step_graph.suits(decode) == is_captured
 
 

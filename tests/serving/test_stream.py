@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,9 @@ def test_bytes_of_keys_and_values_are_the_published_ones():
     assert kv_bytes_per_token(opt_13b) == 800 * 1024
     llama2_70b = MPTConfig(d_model=8192, n_heads=64, n_layers=80, kv_n_heads=8)
     assert kv_bytes_per_token(llama2_70b) == 2 * 80 * 8 * 128 * 2
+    assert kv_bytes_per_token(llama2_70b, tp=4) == 2 * 80 * 2 * 128 * 2
+    one_head = replace(llama2_70b, kv_n_heads=1)  # whole on each rank
+    assert kv_bytes_per_token(one_head, tp=4) == kv_bytes_per_token(one_head)
 
 
 def test_milliseconds_by_hand():
@@ -131,6 +135,21 @@ def test_speed_is_bytes_over_seconds(tied):
     assert "8 tokens, 4 tokens/s, 4 steps of 500.00 ms" in line
     assert f"{(4 * weights + 300 * of_cache) / 4 / 1e6:,.1f} MB" in line
     assert re.search(r"\d+% of \d+ \(this CPU's", line)
+
+
+@pytest.mark.parametrize("n_key_heads", [2, 1])
+def test_a_tensor_rank_reads_its_part(n_key_heads):
+    """Of the weights, and of the cache unless its only head is whole on each rank."""
+    m = MPTConfig(d_model=32, n_heads=4, n_layers=2, kv_n_heads=n_key_heads)
+    bytes_read = []
+    for n_ranks in (1, 2):
+        kinds = {"dtype": torch.float32, "cache_dtype": torch.float32}
+        part = SimpleNamespace(cfg=m, n_ranks=n_ranks, **kinds)
+        speeds = Speed(steps=4), Speed(cached_tokens=300)
+        bytes_read.append([speed.bytes_read(part) for speed in speeds])
+    (whole_weights, whole_cache), (weights, cache) = bytes_read
+    assert whole_weights == 2 * weights
+    assert whole_cache == n_key_heads * cache
 
 
 def test_a_gpu_of_unknown_bandwidth_gets_no_share(monkeypatch):

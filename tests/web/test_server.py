@@ -572,3 +572,11 @@ def test_a_model_that_does_not_fit_is_refused_with_what_fits(rows, width, gib, w
         serve.require_room(*asked)
     else:
         assert words in refusal(serve.require_room, *asked)
+
+
+def test_a_tensor_rank_needs_room_for_its_part():
+    settings = serve.ServeSettings(rows=32, tp=4)
+    serve.require_room(settings, SEVEN_B, 2, 12 * 2**30)
+    assert "weights take 3.1 GiB, each row 0.3 GiB" in refusal(
+        serve.require_room, settings, SEVEN_B, 2, 11 * 2**30
+    )
