@@ -11,12 +11,12 @@ ALiBi (Press et al., 2021) needs no position vectors: each head lowers the score
 proportion to its distance, so near tokens count more. The slopes fall geometrically over the heads.
 
     attn_impl   what runs                                ALiBi              window         softcap
-    reference   two matmuls and a softmax                added to T x T     in the bias    tanh
-    blocks      the same for a block of queries at a     the same           fewer keys     tanh
+    reference   two matmuls and a softmax                added to T x T     in the bias    yes
+    blocks      the same for a block of queries at a     the same           fewer keys     yes
                 time: fast/cpu_attention.py
     sdpa        F.scaled_dot_product_attention           extra columns      a mask         no
-    flex        fast/flex_attention.py, GPUs      a score_mod        a block mask   tanh
-    triton      fast/flash_attention.py, GPUs     in the kernel      bounds         tanh
+    flex        fast/flex_attention.py, GPUs             a score_mod        a block mask   yes
+    triton      fast/flash_attention.py, GPUs            in the kernel      bounds         yes
 
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function is part of the model: it belongs in VARIANTS, at the end of
@@ -166,9 +166,9 @@ def choose(impl, device, dtype, head_dim, masked, dropout_p=0.0, softcap=None, o
 
     A CPU takes `blocks`. A GPU takes `triton` in 16 bits for ALiBi, a window or a softcap, which
     need no mask and no extra columns there, if Triton knows the GPU and its kernel gives the
-    formula's results on it (fast/first_use.py). The rest takes `sdpa`; with a softcap
-    `flex`, and `blocks` if that has no way either. Measured: bench/results/attention_cpu.md,
-    bench/results/h200.md.
+    formula's results on it (fast/first_use.py). The rest takes `sdpa`, which has no softcap: with
+    one it takes `flex`, or `blocks` where `flex` does not run. Measured:
+    bench/results/attention_cpu.md, bench/results/h200.md.
     """
     require_known(impl)
     if impl != "auto":

@@ -404,7 +404,7 @@ class KVCache:
     v: torch.Tensor
     length: int = 0
     pad: torch.Tensor | None = None
-    visible = None  # a query sees all filled positions; a captured step's: `VisibleKeys`
+    visible = None  # which keys a query sees: all; serving/step_graph.py sets it to fewer
 
     def positions(self, n_tokens):
         """Where the next tokens stand in their texts, (1 or B, n_tokens)."""

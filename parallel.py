@@ -153,8 +153,8 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
     """Activation checkpointing of every `recompute_every`-th block: what to keep for the backward.
 
     none        all intermediate activations: 32 x d_model bytes per token in bf16
-    selective   its input and the outputs of SAVED; norms, GELU, sums, and the products with the B
-                of adapters, which are as large as a layer's output and cheap, are computed again
+    selective   its input and the outputs of SAVED; norms, activations, sums, and the products
+                with the B of adapters, as large as a layer's output and cheap, are computed again
     full        its input; everything is computed again: one more forward, 4/3 of the FLOPs
     """
     if cfg.activation_checkpointing == "none":

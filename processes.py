@@ -274,8 +274,10 @@ def run(main) -> None:
 
 
 def run_alone_or_with_others(main) -> None:
-    """`run` if torchrun has started this process, else `program.run`: it may be one of many tasks
-    of srun, each of which serves by itself."""
+    """`run` under torchrun, else `program.run`.
+
+    Several tasks of srun are no ranks here: each of them serves by itself.
+    """
     if "RANK" in os.environ:
         run(main)
     program.run(main)

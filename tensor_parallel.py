@@ -3,7 +3,7 @@ r"""Tensor parallelism: the weights of each layer are cut over a team of ranks, 
 Attention and feed-forward are each two matmuls, with something in between that treats heads or
 features separately. The first weight W is cut by its output features, the second one, U, by its
 input features. So each of n ranks computes its share from one end to the other, and the shares are
-added up once. For n = 2, with Y_i what comes out of the heads or of GELU:
+added up once. For n = 2, with Y_i what comes out of the heads, or of GELU (act, if set otherwise):
 
     column   X [W_1 W_2]           = [X W_1, X W_2]            Wqkv (whole heads), gate_ and up_proj
     row      [Y_1 Y_2] [U_1; U_2]  = Y_1 U_1 + Y_2 U_2         out_proj, down_proj
@@ -31,9 +31,9 @@ Below, first the two cut layers, then the collectives around them, the rest of t
 loss. Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial
 weights, checkpoints, the gradient norm and the weights of other projects all follow it.
 
-Not here: the loss kernel of fast/, which turns logits into their gradient at once, while
-here the ranks must first add up each row's sum of exponentials; compiled blocks, which the
-collectives would break apart; communication that overlaps with computation. Not yet run on GPUs.
+Not here: the loss kernel of fast/, which turns logits into their gradient at once, while here the
+ranks must first add up each row's sum of exponentials; compiled blocks, which the collectives would
+break apart; communication that overlaps with computation. Not yet run on GPUs.
 
 Megatron-LM: arXiv 1909.08053 (tensor), 2205.05198 (sequence parallelism).
 

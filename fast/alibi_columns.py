@@ -12,9 +12,9 @@ import torch.nn.functional as F
 def with_alibi_columns(q, k, v, rule):
     """Widen D by 8, so that q' k'^T * scale = q k^T * scale + slope * j. v' has zeros there.
 
-    rule: an `attention.ScoreRule`. bf16 keeps 8 bits of a number, too few for 999.5. So
-    three columns hold it in three parts, 1000 - 0.5 + 0, whose sum is exact to about 24 bits; the
-    kernel adds their products in fp32. Five more columns of zeros keep D a multiple of 8.
+    rule: an `attention.ScoreRule`. bf16 keeps 8 bits of a number, too few for 999.5. So three
+    columns hold it in three parts, 1000 - 0.5 + 0, whose sum is exact to about 24 bits; the kernel
+    adds their products in fp32. Five more columns of zeros keep D a multiple of 8.
     """
     position = torch.arange(k.shape[2], device=k.device, dtype=torch.float32)
     rest = rule.slopes[:, None] * position / rule.scale  # (H, Tk) fp32

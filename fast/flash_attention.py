@@ -47,17 +47,16 @@ the diagonal (with documents or a window, every block has a mask).
 A softcap c (Gemma 2) makes c * tanh(s / c) of each score before the bias. Its derivative,
 1 - tanh(s / c)^2, is one more factor of dS.
 
-Powers of two: the GPU has an instruction for 2^x, not for e^x. So scale, softcap and slopes
-are multiplied by log2(e), exp becomes exp2, and lse is a logarithm to base 2.
+Powers of two: the GPU has an instruction for 2^x, not for e^x. So scale, softcap and slopes are
+multiplied by log2(e), exp becomes exp2, and lse is a logarithm to base 2.
 
-NVIDIA and AMD run the same source. What differs is data, in fast/launch_table.py: a
-wavefront of an AMD Instinct has 64 threads, and a compute unit of an MI250 or MI300 has 64 KiB of
-shared memory (LDS) where an H100 has 227, so AMD gets smaller blocks, and mostly one pipeline
-stage.
+NVIDIA and AMD run the same source. What differs is data, in fast/launch_table.py: a wavefront of an
+AMD Instinct has 64 threads, and a compute unit of an MI250 or MI300 has 64 KiB of shared memory
+(LDS) where an H100 has 227, so AMD gets smaller blocks, and mostly one pipeline stage.
 
     python -m fast.flash_attention           compare with float64
     python -m fast.flash_attention --tune    time launch settings, print rows for the table
-                                                    (--tune=64, --tune=128: of one head dim)
+                                             (--tune=64, --tune=128: of one head dim)
 
 Without a GPU the comparison runs in Triton's interpreter.
 

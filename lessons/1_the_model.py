@@ -331,7 +331,7 @@ assert apart > 1e-4
 #
 # The output layer is the embedding again ("tied"): the logit of token n is the product of
 # the last hidden state with row n of wte. logits[b, t] scores the token that follows token
-# t. In the project: model.py::Transformer.forward, Block.compute and MPT.logits.
+# t. In the project: model.py::Transformer.forward, Block.forward and MPT.logits.
 
 
 # %%

@@ -27,9 +27,9 @@ adapters (lora.py) they alone train: 2 bytes of each frozen weight of a matrix i
 without gradient or moments. A frozen layer does not keep its input, but its adapter does.
 
 The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`), RMSNorm in one
-operation, as on a GPU, and no dropout; and the loss of a GPU with Triton
-(fast/cross_entropy.py) unless `device` is cpu or mps, or tensor parallelism cuts the
-vocabulary. Fragmentation of the allocator, the driver and network buffers come on top.
+operation, as on a GPU, and no dropout; and the loss of a GPU with Triton (fast/cross_entropy.py)
+unless `device` is cpu or mps, or tensor parallelism cuts the vocabulary. Fragmentation of the
+allocator, the driver and network buffers come on top.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
@@ -728,11 +728,12 @@ def workspace(rank: Rank, now: Microbatch) -> list[Row]:
 def matmul_workspace(rank: Rank, block: Block) -> int:
     """Bytes in a block's first matmuls, those of down_proj, while its input is still alive.
 
-    The gradients of x, of GELU's output and of the weight. Sequence parallelism first gathers that
-    of x for all tokens: in parts, which then are joined. A frozen weight has none, but GELU's
-    output has a second one, by way of the adapter. (Without an adapter, GELU's input has one, and
-    its output was not kept.) The product of a gate takes more in its own backward: its gradient and
-    those of both factors, when its value is freed. So does a ReLU, whose value is not freed.
+    The gradients of x, of the activation's output and of the weight. Sequence parallelism first
+    gathers that of x for all tokens: in parts, which then are joined. A frozen weight has none, but
+    the activation's output has a second one, by way of the adapter. (Without an adapter, its input
+    has one, and its output was not kept.) The product of a gate takes more in its own backward: its
+    gradient and those of both factors, when its value is freed. So does a ReLU, whose value is not
+    freed.
     """
     rows = rank.tokens if rank.adapted else rank.m.d_model
     n_bytes = rank.width * (rank.tokens + rows) * rank.part.hidden

@@ -10,7 +10,7 @@ n microbatches pass through p pipeline stages. If those are equally fast, the bu
     compute   matmuls     FLOPs / (reachable peak x area / (area + tile)),
                           area = rows x columns of the product on this device
               attention   FLOPs of a causal flash kernel / (the kernels' share of the peak x peak)
-              memory      bytes of norms, GELU, residuals, logits and FSDP's copies / bandwidth
+              memory      bytes of norms, act, residuals, logits and FSDP's copies / bandwidth
               tensor      what tensor ranks send each other, which no computation hides
               stages      what stages send each other, which the trainer does not hide either
     traffic   FSDP's gathers and reductions, each: bytes x (n - 1) / n / bandwidth + hop x (n - 1)
@@ -109,7 +109,7 @@ class StepTime:
         self.stage_sizes = stage_sizes(m.n_layers, cfg.pp)
         self.mode = cfg.sharding_mode
 
-        # Share of the blocks whose matmuls, and whose norms and GELU, are computed twice.
+        # Share of the blocks whose matmuls, and whose norms and activation, are computed twice.
         share = 1 / cfg.recompute_every
         checkpointing = cfg.activation_checkpointing
         self.matmuls_again = share if checkpointing == "full" else 0.0
