@@ -41,6 +41,83 @@ def soft_capped(logits, cap: float | None):
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.0, softcap=None):
+    """The obvious way: all logits in memory. Arguments as `linear_cross_entropy`."""
+    logits = logit_scale * (x @ weight.T).flatten(0, -2)  # (N, V)
+    logits = soft_capped(logits.to(at_least_fp32(logits)), softcap)
+    labels = labels.flatten()
+    log_z = logits.logsumexp(-1)
+    penalty = z_loss * log_z[labels != IGNORE].square().sum()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") + penalty
+
+
+def chunk_loss(x, weight, labels, scale, z_loss, softcap, grad_x, grad_w):
+    """The loss of one chunk, a scalar. Writes grad_x (rows, D) and adds to grad_w (V, D).
+
+    x: (rows, D) and weight: (V, D) in one dtype; labels: (rows,). A gradient that is None is not
+    computed. The gradients lack the factor `scale`: `LinearCrossEntropy.backward` multiplies by it.
+    All tensors as wide as the vocabulary are freed on return.
+    """
+    exact = at_least_fp32(x)
+    counted = (labels != IGNORE)[:, None]  # (rows, 1)
+    labels = torch.where(counted, labels[:, None], 0)  # (rows, 1); an index where none counts, too
+
+    logits = (x @ weight.T).to(exact)  # (rows, V)
+    if scale != 1:
+        logits.mul_(scale)
+    if softcap is not None:
+        logits, slope = capped_with_slope(logits, softcap)
+    largest = logits.amax(-1, keepdim=True)  # (rows, 1)
+    of_label = logits.gather(1, labels)
+    probs = softmax_(logits)
+    del logits
+    # probs = exp(logit - log_z); the largest is at least 1 / V, so its logarithm is precise
+    log_largest = probs.amax(-1, keepdim=True).log()
+    log_z = largest - log_largest
+    # Not logit - log_z, which rounds as large logits do.
+    log_prob = (of_label - largest) + log_largest
+    loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
+    if grad_x is None and grad_w is None:
+        return loss
+
+    if z_loss:
+        probs.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
+    probs.scatter_add_(1, labels, -torch.ones_like(log_z))
+    if softcap is not None:
+        probs.mul_(slope)
+    grad = probs.to(x.dtype)  # (rows, V)
+    del probs  # in bf16 that is twice the memory of the gradient
+    add_products(grad, x, weight, counted, grad_x, grad_w)
+    return loss
+
+
+def capped_with_slope(logits, softcap: float):
+    """`soft_capped`, and its derivative, 1 - tanh^2. The logits are overwritten."""
+    tanh = logits.div_(softcap).tanh_()
+    slope = 1 - tanh.square()
+    return tanh.mul_(softcap), slope
+
+
+def softmax_(logits):
+    """Softmax over the last dimension, in place, but on MPS, where that was not tried."""
+    out = None if logits.device.type == "mps" else logits
+    return torch.softmax(logits, dim=-1, out=out)
+
+
+def add_products(grad, x, weight, counted, grad_x, grad_w) -> None:
+    """Write grad_x (rows, D), and add to grad_w (V, D), from the gradient of the logits (rows, V).
+
+    counted: (rows, 1), whether the row's label counts. A gradient that is None is not computed.
+    """
+    if grad_x is not None:
+        grad_x.copy_((grad @ weight).mul_(counted))
+    if grad_w is not None:
+        counted_x = x * counted
+        for begin in range(0, grad.shape[1], COLUMNS):
+            block = slice(begin, begin + COLUMNS)
+            grad_w[block] += grad[:, block].T @ counted_x
+
+
 def linear_cross_entropy(
     x, weight, labels, logit_scale=None, z_loss=0.0, softcap=None, loss_of=None, rows=None
 ):
@@ -58,16 +135,6 @@ def linear_cross_entropy(
     return LinearCrossEntropy.apply(
         flat_x, weight, labels.flatten(), scale, z_loss, softcap, needs_grad, loss_of, rows
     )
-
-
-def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.0, softcap=None):
-    """The obvious way: all logits in memory. Arguments as `linear_cross_entropy`."""
-    logits = logit_scale * (x @ weight.T).flatten(0, -2)  # (N, V)
-    logits = soft_capped(logits.to(at_least_fp32(logits)), softcap)
-    labels = labels.flatten()
-    log_z = logits.logsumexp(-1)
-    penalty = z_loss * log_z[labels != IGNORE].square().sum()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") + penalty
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -118,18 +185,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_w, None, None, None, None, None, None, None
 
 
-def takes_kernel(device, dtype) -> bool:
-    """Whether the loss of logits with this dtype runs in fast/cross_entropy.py.
-
-    On a GPU, in at most 32 bits, where Triton runs, and runs right: fast/first_use.py.
-    """
-    if device.type != "cuda" or dtype == torch.float64:
-        return False
-    from fast import first_use  # only GPUs need it
-
-    return first_use.suits(device)
-
-
 def loss_rows(vocab_size: int, device) -> int:
     """Tokens per chunk of the loss."""
     rows = chunk_rows(vocab_size)
@@ -144,71 +199,16 @@ def chunk_rows(vocab_size: int) -> int:
     return rows
 
 
-def chunk_loss(x, weight, labels, scale, z_loss, softcap, grad_x, grad_w):
-    """The loss of one chunk, a scalar. Writes grad_x (rows, D) and adds to grad_w (V, D).
+def takes_kernel(device, dtype) -> bool:
+    """Whether the loss of logits with this dtype runs in fast/cross_entropy.py.
 
-    x: (rows, D) and weight: (V, D) in one dtype; labels: (rows,). A gradient that is None is not
-    computed. The gradients lack the factor `scale`, which the backward multiplies in. All tensors
-    as wide as the vocabulary are freed on return.
+    On a GPU, in at most 32 bits, where Triton runs, and runs right: fast/first_use.py.
     """
-    exact = at_least_fp32(x)
-    counted = (labels != IGNORE)[:, None]  # (rows, 1)
-    labels = torch.where(counted, labels[:, None], 0)  # (rows, 1); an index where none counts, too
+    if device.type != "cuda" or dtype == torch.float64:
+        return False
+    from fast import first_use  # only GPUs need it
 
-    logits = (x @ weight.T).to(exact)  # (rows, V)
-    if scale != 1:
-        logits.mul_(scale)
-    if softcap is not None:
-        logits, slope = capped_with_slope(logits, softcap)
-    largest = logits.amax(-1, keepdim=True)  # (rows, 1)
-    of_label = logits.gather(1, labels)
-    probs = softmax_(logits)
-    del logits
-    # probs = exp(logit - log_z); the largest is at least 1 / V, so its logarithm is precise
-    log_largest = probs.amax(-1, keepdim=True).log()
-    log_z = largest - log_largest
-    # Not logit - log_z, which rounds as large logits do.
-    log_prob = (of_label - largest) + log_largest
-    loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
-    if grad_x is None and grad_w is None:
-        return loss
-
-    if z_loss:
-        probs.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
-    probs.scatter_add_(1, labels, -torch.ones_like(log_z))
-    if softcap is not None:
-        probs.mul_(slope)
-    grad = probs.to(x.dtype)  # (rows, V)
-    del probs  # in bf16 that is twice the memory of the gradient
-    add_products(grad, x, weight, counted, grad_x, grad_w)
-    return loss
-
-
-def capped_with_slope(logits, softcap: float):
-    """`soft_capped`, and its derivative, 1 - tanh^2. The logits are overwritten."""
-    tanh = logits.div_(softcap).tanh_()
-    slope = 1 - tanh.square()
-    return tanh.mul_(softcap), slope
-
-
-def add_products(grad, x, weight, counted, grad_x, grad_w) -> None:
-    """Write grad_x (rows, D), and add to grad_w (V, D), from the gradient of the logits (rows, V).
-
-    counted: (rows, 1), whether the row's label counts. A gradient that is None is not computed.
-    """
-    if grad_x is not None:
-        grad_x.copy_((grad @ weight).mul_(counted))
-    if grad_w is not None:
-        counted_x = x * counted
-        for begin in range(0, grad.shape[1], COLUMNS):
-            block = slice(begin, begin + COLUMNS)
-            grad_w[block] += grad[:, block].T @ counted_x
-
-
-def softmax_(logits):
-    """Softmax over the last dimension, in place, but on MPS, where that was not tried."""
-    out = None if logits.device.type == "mps" else logits
-    return torch.softmax(logits, dim=-1, out=out)
+    return first_use.suits(device)
 
 
 def kernel_chunk_loss(x, weight, labels, scale, z_loss, softcap, grad_x, grad_w):
