@@ -4,7 +4,8 @@ Shapes are those of F.scaled_dot_product_attention: q (B, H, Tq, D), k and v (B,
 v may have fewer heads than q (grouped-query attention).
 
     scores = q k^T * scale + bias                      (B, H, Tq, Tk)
-    bias   = -slope[h] * (i - j), or -inf if j > i     for query i and key j of head h
+    bias   = -slope[h] * (i - j)                       for query i and key j of head h
+             -inf if j > i, or i - j > window          what the query does not see
     out    = softmax(scores) v                         (B, H, Tq, D)
 
 ALiBi (Press et al., 2021) needs no position vectors: each head lowers the score of a key in

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from tracing.tracer import Tracer
 
 import attention as attention_module
+import parallel
 from attention import ScoreRule, alibi_slopes, attention, attention_bias, choose
+from config import MPTConfig
 from fast import cpu_attention, first_use, flex_attention, launch_table
 from fast.alibi_columns import with_alibi_columns
 from program import UserError
@@ -448,6 +450,21 @@ def triton_runs(monkeypatch):
 )
 def test_auto(change, chosen, triton_runs):
     assert choose("auto", **CASE | change) == chosen
+
+
+@pytest.mark.parametrize(
+    "settings, chosen",
+    [
+        ({}, "sdpa"),
+        ({"alibi": True}, "triton"),
+        ({"sliding_window_size": 0}, "triton"),
+        ({"attn_logit_softcapping": 30.0}, "triton"),
+        ({"alibi": True, "attn_pdrop": 0.1}, "sdpa"),
+    ],
+    ids=str,
+)
+def test_a_run_says_which_attention_its_settings_take(settings, chosen, triton_runs):
+    assert parallel.attention_of(MPTConfig(**settings), GPU, "bf16") == chosen
 
 
 def test_a_single_query_takes_the_kernel_only_if_it_is_right_for_one(triton_runs, monkeypatch):
