@@ -284,11 +284,11 @@ def length(node) -> int:
 
 
 def test_functions_are_short():
-    """At most 60 lines. Kernels are excepted."""
+    """At most 60 lines. Attention's kernels are excepted."""
     for path in FILES + DOORS:
         functions = [node for node in ast.walk(tree(path)) if isinstance(node, FUNCTIONS)]
         long = {node.name for node in functions if length(node) > 60}
-        assert not long or path.parent.name == "fast", f"{path}: {long}"
+        assert not long or path.match("fast/flash_attention.py"), f"{path}: {long}"
 
 
 def test_lines_are_short():

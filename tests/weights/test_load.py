@@ -59,7 +59,17 @@ def test_a_run_is_a_base_that_may_go_and_may_be_damaged(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("max_seq_len", 20), ("n_heads", 3), ("rope", True), ("alibi", True)]
+    "name, value",
+    [
+        ("max_seq_len", 20),
+        ("n_heads", 3),
+        ("rope", True),
+        ("alibi", True),
+        ("sliding_window_size", 8),
+        ("attn_logit_softcapping", 30.0),
+        ("final_logit_softcapping", 30.0),
+        ("ffn_act_fn", "silu"),
+    ],
 )
 def test_another_model_is_refused(name, value, tmp_path):
     hf.export(build(SMALL), tmp_path / "theirs")
@@ -69,12 +79,13 @@ def test_another_model_is_refused(name, value, tmp_path):
 
 
 def test_what_changes_no_weight_may_differ(tmp_path):
-    """Dropout, and under ALiBi the length; a run is read as well as a folder of theirs."""
+    """Dropout, what gradients alone know, under ALiBi the length; of a run, and of their folder."""
     cfg = replace(SMALL, alibi=True, vocab_size=300)
     model = build(cfg)
     hf.export(model, tmp_path / "theirs")
     hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
-    free = {"resid_pdrop": 0.1, "max_seq_len": 20, "learned_pos_emb": False}
+    free = {"resid_pdrop": 0.1, "embedding_fraction": 0.5, "max_seq_len": 20}
+    free["learned_pos_emb"] = False
     found = empty(replace(cfg, attn_impl="sdpa", kv_n_heads=6, **free))
     load.init_from(found, tmp_path / "run/checkpoints/step-0")
     assert same_weights(found, model)
