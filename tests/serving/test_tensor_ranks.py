@@ -90,3 +90,17 @@ def test_texts_are_those_of_one_process(ranks, kind):
         wanted = alone(decode, one)
         assert (ids, end) == (wanted.ids, wanted.end)
     assert largest_step < 300  # bytes, for three rows
+
+
+def test_the_first_error_of_a_call_is_kept_for_the_program_to_end_with():
+    """It has left the ranks at different places: no later text may go on as if nothing was."""
+    with mock.patch.object(rows, "send") as send:
+        batch = rows.SharedBatch(served("gqa"), 3, 114, 0)
+        batch.begin([1, 2, 3], None)
+        assert batch.lost is None and send.call_count == 1  # `begin` is told with what computes
+        send.side_effect = ConnectionError("rank 1 is gone")
+        for words in ("rank 1 is gone", "and stays so"):
+            with pytest.raises(ConnectionError, match=words):
+                batch.read(3, None)
+            send.side_effect = ConnectionError("and stays so")
+    assert str(batch.lost) == "rank 1 is gone"
