@@ -114,7 +114,7 @@ def blockwise_attention(q, k, v, rule: ScoreRule):
         rows, columns = cpu_attention.bias_shape(q, k, rule)
         last_bias = attention_bias(rows, columns, rule._replace(sequence_ids=None), q.device)
         return cpu_attention.blockwise_attention(q, k, v, last_bias.to(q.dtype), rule)
-    outputs = []
+    outputs = []  # the obvious version
     for queries, keys in cpu_attention.query_blocks(q, k, rule.window):
         ids = None if rule.sequence_ids is None else rule.sequence_ids[:, keys]
         block = q[:, :, queries], k[:, :, keys], v[:, :, keys]

@@ -88,8 +88,8 @@ class Positions(NamedTuple):
 def positions_of(cfg: MPTConfig, input_ids, cache, sequence_ids):
     """The index of each token in its text, (1 or B, T), and `Positions`.
 
-    With a cache, the ids follow its tokens, and it knows about padding. UserError for more tokens
-    than learned positions.
+    With a cache, the ids follow its tokens, and the cache says what is padding. UserError for more
+    tokens than learned positions.
     """
     device = input_ids.device
     n_tokens = input_ids.shape[1]

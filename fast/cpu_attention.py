@@ -1,9 +1,9 @@
 """Attention by blocks of queries, with a backward written by hand: the fast way on a CPU.
 
-It computes what `attention.blockwise_attention` computes in six lines: for a block of 64 queries at
-a time, softmax(q k^T * scale + bias) v over the keys that the block sees. Autograd would make a
-whole dk and dv of each block, mostly zeros, to add them up. Here each block adds to the part that
-it sees. With g for the gradient of the output:
+It computes what the loop in `attention.blockwise_attention` does: for a block of 64 queries at a
+time, softmax(q k^T * scale + bias) v over the keys that the block sees. Autograd, which
+differentiates that loop, makes a whole dk and dv of each block, mostly zeros, and adds them up.
+Here each block adds to the part that it sees. With g for the gradient of the output:
 
     dv = probs^T g                  d probs  = g v^T
     dq = d scores k * scale         d scores = probs * (d probs - rowsum(probs * d probs))
@@ -51,7 +51,8 @@ def bias_shape(q, k, rule) -> tuple[int, int]:
         last block    -3 -2 -1  0
         the second          -1  0
 
-    Without ALiBi and window only the block's own keys have one; within a window only its keys.
+    Its columns: with a window, the keys that the block sees; else with ALiBi all keys; else only
+    those of the block itself, whose future is hidden.
     """
     rows = min(q.shape[2], block_rows(q.dtype))
     if rule.window is not None:

@@ -1,7 +1,7 @@
 """Before a process uses a kernel on a GPU, it compares it there with float64, once.
 
 A kernel that is wrong on some GPU would train a wrong model without a word. If one differs or
-fails, `attn_impl=auto` takes another way, or the loss is PyTorch's operators, and one line says so.
+fails, one line says so: `attn_impl=auto` takes another way, and the loss PyTorch's operators.
 Compared are attention (causal, ALiBi, a softcap if the model has one; with the launch rows for the
 model's heads), the same for the single query of a decoder's step, and the loss, in bf16. It costs
 the compilation of a few small kernels, which Triton keeps on disk for the next process.
