@@ -45,7 +45,7 @@ MOST_FAULTS = 100  # wrong lines that an answer names
 LONGEST_LINE = 2**20  # bytes
 LONGEST_NAME = 200
 CHECK_SECONDS = 300  # of a processor, for reading all lines
-MOST_BYTES_HERE = 2**18  # of a file that the server checks itself, in a fraction of a second
+MOST_BYTES_HERE = 2**14  # of a file that the server checks itself, in a few milliseconds
 OLD_SECONDS = 3600  # after which a half-written upload belongs to a server that was killed
 META = {"filename": str, "bytes": int, "lines": int}
 
