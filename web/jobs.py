@@ -535,12 +535,11 @@ def delete_job(job: Job) -> None:
 
 def delete_model(service, name: str) -> None:
     """Delete the model of a job, or another adapter among them. ApiError if that cannot be."""
-    finetuning = service.finetuning
-    if name == service.catalog.base:
-        raise ApiError(400, f"{name!r} is the base, which stays", param="model")
-    if service.catalog.look(name) is None:
+    finetuning, catalog = service.finetuning, service.catalog
+    if catalog.look(name) is None:
         raise unknown_model(f"no model {name[:100]!r}")
-    if not finetuning or "/" in name or not is_folder(finetuning.folder / "models" / name):
+    is_ours = finetuning and name != catalog.base and "/" not in name
+    if not is_ours or not is_folder(finetuning.folder / "models" / name):
         raise ApiError(400, f"{name[:100]!r} is no model of a job: only those are deleted", "model")
     folder = finetuning.folder / "jobs"
     for job in (Job(folder / job_id) for job_id in ids_in(folder, "ftjob")):
@@ -549,7 +548,7 @@ def delete_model(service, name: str) -> None:
                 raise ApiError(400, f"its job {job.id} has not ended: cancel it, or wait")
     with on_disk():
         remove(finetuning.folder / "models" / name, folder)
-    service.catalog.look(name)  # it is no model any more
+    catalog.look(name)  # it is no model any more
 
 
 def remove(path: Path, folder: Path) -> None:

@@ -65,6 +65,7 @@ class Slurm:
         answer.
         """
         self.seen.pop(job.id, None)
+        self.cancelled.pop(job.id, None)  # a job may be paused, and then cancelled
         if self.ask(job, tells=False) == RUNNING:
             return
         log = str(job.log).replace("%", "%%")
