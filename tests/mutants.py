@@ -216,7 +216,7 @@ serving/sampling.py: serving/test_sampling.py
 
 the beginning of a prompt is shared with texts of other adapters
 serving/engine.py: serving/test_engine.py::test_a_beginning_belongs_to_its_adapter
-- return text.adapter, self.bank.version(text.adapter) if self.bank else 0
+- return adapter, self.bank.version(adapter) if self.bank else 0
 + return ("all",)
 
 # --- the planner and its arithmetic
@@ -234,7 +234,7 @@ planning/memory.py: planning/test_memory.py
 # --- jobs and the page
 
 two workers take one job
-web/worker.py: web/test_jobs.py::test_no_job_is_taken_twice
+web/jobs.py: web/test_jobs.py::test_no_job_is_taken_twice
 - fcntl.LOCK_EX | fcntl.LOCK_NB
 + fcntl.LOCK_SH | fcntl.LOCK_NB
 
@@ -283,7 +283,7 @@ def first_failure(copy: Path, tests: list[str]) -> str:
     command += [f"tests/{name}" for name in tests]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    if done.returncode not in (0, 1, 124):  # 124: `timeout` has ended them
+    if not failed and done.returncode not in (0, 124):  # 124: `timeout` has ended them
         sys.exit(done.stdout[-3000:])
     return failed[1] if failed else "the limit of time" * (done.returncode != 0)
 

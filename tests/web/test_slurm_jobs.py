@@ -84,11 +84,15 @@ def test_a_job_goes_on_without_a_worker_and_another_one_is_cancelled(place):
 
     worker = place.worker()
     assert place.ended(done) == "succeeded", said(place, done)
-    place.client.post(f"{JOBS}/{cancelled.id}/cancel")
-    assert place.wait_for_end(cancelled) == "CANCELLED"
-    wait_for(lambda: cancelled.state()["status"] == "cancelled")
-    for job in (done, cancelled):
-        assert starts(job) == [0] and len(place.submitted(job)) == 1
+    for verb, status_then, n_starts in (("pause", "paused", 1), ("cancel", "cancelled", 2)):
+        place.client.post(f"{JOBS}/{cancelled.id}/{verb}")
+        wait_for(lambda: cancelled.state()["status"] == status_then)  # noqa: B023 (waits here)
+        assert len(place.submitted(cancelled)) == len(starts(cancelled)) == n_starts
+        if verb == "pause":
+            place.client.post(f"{JOBS}/{cancelled.id}/resume")
+            wait_for(lambda: len(starts(cancelled)) == 2)
+    assert place.wait_for_end(cancelled) == "CANCELLED" and starts(cancelled)[1] > 0
+    assert starts(done) == [0] and len(place.submitted(done)) == 1
 
     outlives = place.create("import time\ntime.sleep(9999)")
     wait_for(lambda: place.submitted(outlives))
