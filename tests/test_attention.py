@@ -16,6 +16,7 @@ from attention import ScoreRule, alibi_slopes, attention, attention_bias, choose
 from config import MPTConfig
 from fast import cpu_attention, first_use, flex_attention, launch_table
 from fast.alibi_columns import with_alibi_columns
+from planning import memory
 from program import UserError
 
 
@@ -460,11 +461,16 @@ def test_auto(change, chosen, triton_runs):
         ({"sliding_window_size": 0}, "triton"),
         ({"attn_logit_softcapping": 30.0}, "triton"),
         ({"alibi": True, "attn_pdrop": 0.1}, "sdpa"),
+        ({"alibi": True, "n_heads": 8}, "sdpa"),  # heads of 256
     ],
     ids=str,
 )
-def test_a_run_says_which_attention_its_settings_take(settings, chosen, triton_runs):
-    assert parallel.attention_of(MPTConfig(**settings), GPU, "bf16") == chosen
+def test_a_run_says_which_attention_its_settings_take_and_the_planner_knows(
+    settings, chosen, triton_runs
+):
+    m = MPTConfig(**settings)
+    assert parallel.attention_of(m, GPU, "bf16") == chosen
+    assert memory.takes_triton(m) == (chosen == "triton")
 
 
 def test_a_single_query_takes_the_kernel_only_if_it_is_right_for_one(triton_runs, monkeypatch):
