@@ -87,6 +87,18 @@ def test_scores_have_the_shape_of_the_labels_and_are_fp32_under_autocast():
         assert torch.allclose(scores, exact[:52], atol=0.1)
 
 
+@pytest.mark.parametrize("scale, cap", [(0.3, None), (None, 2.0)])
+def test_under_autocast_logits_are_scaled_and_capped_in_fp32(scale, cap):
+    x, weight, labels = inputs(torch.float32)
+    counted = labels != IGNORE
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = F.linear(x, weight).float() * (scale or 1)
+        log_probs, _ = score_all(output(weight, scale, cap), x, labels)
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    exact = F.log_softmax(logits, -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    assert torch.allclose(log_probs[counted], exact[counted], atol=1e-5)
+
+
 def test_on_a_gpu_scoring_never_waits_for_the_device(monkeypatch):
     """Fake tensors have no values: whatever needs one, such as a boolean mask, raises."""
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 8)
