@@ -473,6 +473,12 @@ def test_a_run_says_which_attention_its_settings_take_and_the_planner_knows(
     assert memory.takes_triton(m) == (chosen == "triton")
 
 
+def test_a_softcap_takes_the_kernel_only_if_it_is_right_with_one(triton_runs, monkeypatch):
+    monkeypatch.setattr(first_use, "is_right", lambda gpu, dim, one_query, softcap: not softcap)
+    assert choose("auto", **CASE) == "triton"
+    assert choose("auto", **CASE, softcap=30.0) == "flex"
+
+
 def test_a_single_query_takes_the_kernel_only_if_it_is_right_for_one(triton_runs, monkeypatch):
     """A single query has a launch row of its own. Compared are both rows."""
     monkeypatch.setattr(first_use, "is_right", lambda gpu, dim, one_query, _: not one_query)

@@ -3,7 +3,9 @@
 import collections
 import functools
 import math
+import os
 import random
+import signal
 import threading
 from unittest import mock
 
@@ -532,4 +534,21 @@ def test_if_the_engine_itself_fails_nobody_waits_for_ever(monkeypatch):
     thread.thread.join(PATIENCE)
     assert delivered[-1].end == "error"
     assert seen[0].exc_type is ZeroDivisionError
+    assert SHUTTING_DOWN in refusal(thread.submit, request())
+
+
+def test_if_tensor_ranks_lose_each_other_all_texts_end_and_so_does_the_program(monkeypatch):
+    engine, delivered, asked = Engine(served()), [], []
+
+    def lose(*_):
+        engine.batch.lost = ConnectionError("rank 1 is gone")
+        raise engine.batch.lost
+
+    monkeypatch.setattr(engine.batch, "decode", lose)
+    monkeypatch.setattr(os, "kill", lambda *signalled: asked.append(signalled))
+    thread = EngineThread(engine, delivered.extend)
+    thread.submit(request())
+    thread.thread.join(PATIENCE)
+    assert not thread.thread.is_alive() and asked == [(os.getpid(), signal.SIGTERM)]
+    assert delivered[-1].end == "error"
     assert SHUTTING_DOWN in refusal(thread.submit, request())
