@@ -493,6 +493,15 @@ def autocast_dtypes(world):
     return out.dtype, q.grad.dtype, (out - exact).abs().max().item()
 
 
+def test_heads_of_another_projection_are_not_taken_for_those_of_this_one():
+    """Else attention would read all three from the wrong projection."""
+    qkv = torch.randn(2, 8, (4 + 2 * 2) * 16)
+    q, k, v = kernels.heads_of(qkv, 4, 2)
+    assert kernels.are_heads_of(qkv, q, k, v)
+    assert not kernels.are_heads_of(qkv.clone(), q, k, v)
+    assert not kernels.are_heads_of(qkv, q * 2, k, v)  # as RoPE makes it
+
+
 def test_autocast_casts_queries_keys_and_values_but_not_slopes(interpreted):
     dtype, grad, error = interpreted(autocast_dtypes)[0]
     assert dtype == torch.bfloat16
