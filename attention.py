@@ -15,8 +15,8 @@ proportion to its distance, so near tokens count more. The slopes fall geometric
     blocks      the same for a block of queries at a     the same           fewer keys     tanh
                 time: fast/cpu_attention.py
     sdpa        F.scaled_dot_product_attention           extra columns      a mask         no
-    flex        fast/flex_attention.py, GPUs      a score_mod        a block mask   tanh
-    triton      fast/flash_attention.py, GPUs     in the kernel      bounds         tanh
+    flex        fast/flex_attention.py, GPUs             a score_mod        a block mask   tanh
+    triton      fast/flash_attention.py, GPUs            in the kernel      bounds         tanh
 
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function is part of the model: it belongs in VARIANTS, at the end of
@@ -333,7 +333,7 @@ class Variant(NamedTuple):
     """
 
     function: Callable
-    stays_compiled: bool  # in evaluation, too; True if uncompiled it would keep all T x T scores
+    stays_compiled: bool  # in evaluation, too: needed if the plain function keeps T x T scores
 
 
 # {name: Variant}. To add one, put its name into AttentionImpl (config.py), too, and its FLOPs into
@@ -344,8 +344,8 @@ VARIANTS = {}
 def stays_compiled(impl: str) -> bool:
     """Whether blocks with this attention stay compiled in evaluation.
 
-    Otherwise they are not compiled once more for evaluation, and for each of the many shapes of
-    zero-shot tasks. Uncompiled, FlexAttention would store all T x T scores.
+    Blocks usually run uncompiled there: zero-shot tasks have many shapes, and each would be compiled
+    by itself. But FlexAttention would then store all T x T scores.
     """
     return VARIANTS[impl].stays_compiled if impl in VARIANTS else impl == "flex"
 
