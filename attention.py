@@ -344,8 +344,8 @@ VARIANTS = {}
 def stays_compiled(impl: str) -> bool:
     """Whether blocks with this attention stay compiled in evaluation.
 
-    Blocks usually run uncompiled there: zero-shot tasks have many shapes, and each would be compiled
-    by itself. But FlexAttention would then store all T x T scores.
+    Blocks usually run uncompiled there: zero-shot tasks have many shapes, and each of them would be
+    compiled by itself. But FlexAttention would then store all T x T scores.
     """
     return VARIANTS[impl].stays_compiled if impl in VARIANTS else impl == "flex"
 

@@ -2,8 +2,8 @@
 
 A rank is one process with one device (processes.py). The ranks form a mesh with named dimensions:
 the ranks along dp_shard each keep a slice of every weight, gradient and optimizer state, and along
-dp_replicate the slices are repeated. One function of PyTorch, `fully_shard` (FSDP2), makes every mode
-(config.SHARDING_MODES has this table as code):
+dp_replicate the slices are repeated. One function of PyTorch, `fully_shard` (FSDP2), makes every
+mode (config.SHARDING_MODES has this table as code):
 
     mode           mesh (replicate, shard)   whole weights of a     gradients are          ZeRO
                                              block are freed        reduced                stage
