@@ -334,7 +334,7 @@ class Variant(NamedTuple):
     """
 
     function: Callable
-    stays_compiled: bool  # in evaluation, too; True if uncompiled it would keep all T x T scores
+    stays_compiled: bool  # in evaluation, too: needed if the plain function keeps T x T scores
 
 
 # {name: Variant}. To add one, put its name into AttentionImpl (config.py), too, and its FLOPs into
@@ -345,8 +345,8 @@ VARIANTS = {}
 def stays_compiled(impl: str) -> bool:
     """Whether blocks with this attention stay compiled in evaluation.
 
-    Otherwise they are not compiled once more for evaluation, and for each of the many shapes of
-    zero-shot tasks. Uncompiled, FlexAttention would store all T x T scores.
+    Blocks usually run uncompiled there: zero-shot tasks have many shapes, and each of them would be
+    compiled by itself. But FlexAttention would then store all T x T scores.
     """
     return VARIANTS[impl].stays_compiled if impl in VARIANTS else impl == "flex"
 

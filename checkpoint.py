@@ -55,7 +55,7 @@ from storage.checkpoint_files import (
 )
 
 # The optimizer's state as one flat dict of names and tensors: the same for every sharding. Weights
-# that adapters leave as they are (lora.py) are not saved: strict would miss them when loading.
+# that adapters leave as they are (lora.py) are not saved, so loading must not ask for all of them.
 OPTIONS = StateDictOptions(
     flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False
 )

@@ -128,9 +128,9 @@ class MPTConfig:
 
     @property
     def keys_seen(self) -> int:
-        """For how many keys a query's scores are counted: a sequence's, or those of a window.
+        """How many keys FLOPs are counted for, of each query: the sequence's, or the window's.
 
-        As many as the last query sees, for every query: causality is not counted.
+        These are the keys of the last query. Earlier ones see fewer, which the count leaves out.
         """
         return self.max_seq_len if self.window is None else min(self.window + 1, self.max_seq_len)
 

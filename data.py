@@ -62,8 +62,8 @@ class Split:
         window 0    a0 a1 a2 b0              inputs a0 a1 a2, labels a1 a2 b0
         window 1             b0 b1 b2 c0     inputs b0 b1 b2, labels b1 b2 c0
 
-    A row of a chat is a window, too. There b0 begins another text, so it is stored as ~b0, which is
-    no label.
+    A row of a chat is a window, too. If b0 begins another chat, it must not be learned after a2: it
+    is stored as ~b0, which is no label.
 
     `tokens`, `text_bytes` and `vocab_size` describe the whole split, and so does `learned`, the
     number of tokens that are learned. Of a chat, `text_bytes` counts the text of those alone.

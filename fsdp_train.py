@@ -13,7 +13,7 @@ ranks and microbatches (dropout aside, whose masks depend on both). --z_loss add
 loss that is trained, not to that of evaluation.
 
 What keeps a run alive and on record (signals, checkpoints, metrics, lost ranks) is one object, the
-`Run` of lifecycle/run.py. To learn training, take its methods at their names.
+`Run` of lifecycle/run.py. To learn training, you need not read it: its methods do what they say.
 
 `--help` lists the settings.
 """

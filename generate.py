@@ -66,7 +66,7 @@ class GenerateSettings:
     top_k: int = 50  # draw from this many of the likeliest tokens (0 = no limit)
     top_p: float = 1.0  # and from the fewest of them that together have this probability
     stop: list[str] = field(default_factory=list)  # a string that ends a text and is not shown
-    seed: Int[0, 10**18] = 1  # with the prompt and how often it came before, it decides the text
+    seed: Int[0, 10**18] = 1  # the same seed and prompts give the same texts
     batch_size: Int[1, 10**6] = 8  # texts generated together
     json: bool = False  # print one JSON object per text and line
     tp: Int[1, 2**16] = 1  # ranks over which each layer is cut: see tensor_parallel.py

@@ -110,7 +110,7 @@ class MPT(nn.Module):
 
 
 def initial_weight(name, shape):
-    """Norms are 1; the rest is N(0, 2 / width of the input), smaller where it enters the stream."""
+    """Norms are 1, the rest N(0, 2 / number of columns), smaller where it enters the stream."""
     if len(shape) == 1:
         return torch.ones(shape)
     std = math.sqrt(2 / shape[1])

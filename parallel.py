@@ -1,9 +1,9 @@
 """Many devices: the device mesh, and the sharding that is put on a model from outside.
 
 A rank is one process with one device (processes.py). The ranks form a mesh with named dimensions:
-each rank of dp_shard keeps a slice of every weight, gradient and optimizer state, and dp_replicate
-holds copies of that arrangement. One function of PyTorch, `fully_shard` (FSDP2), makes every mode
-(config.SHARDING_MODES has this table as code):
+the ranks along dp_shard each keep a slice of every weight, gradient and optimizer state, and along
+dp_replicate the slices are repeated. One function of PyTorch, `fully_shard` (FSDP2), makes every
+mode (config.SHARDING_MODES has this table as code):
 
     mode           mesh (replicate, shard)   whole weights of a     gradients are          ZeRO
                                              block are freed        reduced                stage
@@ -299,8 +299,7 @@ class Passes:
     def backward(self, is_last: bool) -> Iterator[None]:
         """Gradients are reduced as the sharding mode says.
 
-        Autocast must not be on: our own autograd functions would compute in another dtype than in
-        their forward pass.
+        Autocast must be off: it would change the dtype in which our autograd functions compute.
         """
         postpone_communication(self.model, self.cfg, is_last)
         with record_function("backward"):
@@ -374,7 +373,7 @@ def grad_norm(model: MPT) -> torch.Tensor:
 
 
 def counted_gradients(model: MPT) -> list[torch.Tensor]:
-    """This rank's shards of the gradients; those of all ranks together have each value once.
+    """This rank's shards of the gradients: over all ranks, each value is counted once.
 
     Some tensors are whole on every tensor rank: one of them counts. A tied embedding is on two
     stages: the first one counts.

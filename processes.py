@@ -159,8 +159,8 @@ def group_of(ranks, timeout: timedelta) -> dist.ProcessGroup:
     """A group of some ranks, this one among them. Only they call it, and wait for one another.
 
     torch's init_device_mesh makes all groups in turn, while every rank waits for each. Here torch
-    names a group after its ranks and the number of groups that this rank is in already: it must be
-    the same on all ranks of a group.
+    names a group after its ranks and the number of groups that this rank is in already. So that
+    number must be the same on all ranks of a group.
     """
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
