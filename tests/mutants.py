@@ -234,7 +234,7 @@ planning/memory.py: planning/test_memory.py
 # --- jobs and the page
 
 two workers take one job
-web/worker.py: web/test_jobs.py::test_no_job_is_taken_twice
+web/jobs.py: web/test_jobs.py::test_no_job_is_taken_twice
 - fcntl.LOCK_EX | fcntl.LOCK_NB
 + fcntl.LOCK_SH | fcntl.LOCK_NB
 

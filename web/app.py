@@ -1,17 +1,46 @@
-"""The application: which path is answered by what, and every error in OpenAI's shape."""
+"""The application: which path is answered by what, and every error in OpenAI's shape.
+
+    GET /                 index.html of web/static/, the page that people work with
+    GET /static/NAME      its styles and scripts
+    GET /api/about        {"model": "demo" or null, "jobs": bool, "runs": bool, "chat": bool,
+                          "worker": the command that starts one for the jobs}
+
+The first two need no key, for they hold nothing of the user's: the page asks for the key and sends
+it with each request. The files are read once, at start, so no request ever becomes a path. A
+browser runs no script but these files, and loads nothing from another host (POLICY).
+"""
+
+import re
+import tempfile
+import zipfile
+from functools import partial
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import HTTPException, RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from program import UserError
+from program import UserError, require
 from serving.catalog import Model
 from text.chat import CHATML
-from web import files, jobs, page, runs, shapes
+from web import files, jobs, runs, shapes
 from web.completions import Service, respond
 from web.guard import MOST_BYTES, Guard, too_large
 from web.shapes import ApiError, ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from weights import peft
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # after an update, old scripts would meet new answers
+}
 
 
 def build(
@@ -43,7 +72,7 @@ def build(
         upload_bytes = service.finetuning.upload_bytes
     if folders:
         runs.add_runs(app, folders)
-    page.add_page(app, parts_of(service, folders))
+    add_page(app, parts_of(service, folders))
     guard = Guard(app, keys, hosts, most_open, service.metrics, upload_bytes)
 
     @app.get("/health")
@@ -103,6 +132,27 @@ def add_models(app: FastAPI, service: Service) -> None:
         except UserError as error:
             raise shapes.unknown_model(str(error)) from error
 
+    @app.delete("/v1/models/{name:path}")
+    def delete(name: str):
+        """Delete the model of a job. Texts that have begun go on."""
+        jobs.delete_model(service, name)
+        return {"id": name, "object": "model", "deleted": True}
+
+    @app.get("/api/adapters/{name:path}", response_class=StreamingResponse)
+    def adapter(name: str):
+        """An adapter as a zip file of a PEFT folder."""
+        try:
+            path = catalog.find(name).path
+            require(path, f"{name[:100]!r} is the base, and no adapter")
+            folder = re.sub(r"[^A-Za-z0-9._-]", "-", name)[-100:]
+            with files.on_disk():
+                file = zipped(path, folder, catalog.base)
+        except UserError as error:
+            raise shapes.unknown_model(str(error)) from error
+        headers = {"Content-Disposition": f'attachment; filename="{folder}.zip"'}
+        pieces = iter(partial(file.read, 2**16), b"")
+        return StreamingResponse(pieces, headers=headers, media_type="application/zip")
+
     @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     def load(body: LoadAdapter):
         """Serve an adapter of the adapters' folder under a name, or load it again."""
@@ -122,11 +172,51 @@ def add_models(app: FastAPI, service: Service) -> None:
         return f"{body.lora_name} is unloaded"
 
 
+def zipped(path: str, folder: str, base: str):
+    """A zip file with the adapter at a path as a PEFT folder, open at its beginning.
+
+    base: the name of its base. UserError if it is no such adapter any more, OSError.
+    """
+    adapter = peft.adapter_at(path)
+    adapter.base = base
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the answer)
+    with tempfile.TemporaryDirectory() as place, zipfile.ZipFile(file, "w") as archive:
+        peft.write(Path(place, folder), adapter)
+        for each in sorted(Path(place, folder).iterdir()):
+            archive.write(each, f"{folder}/{each.name}")
+    file.seek(0)
+    return file
+
+
 def card_of(model: Model, service: Service) -> dict:
     """A line of /v1/models. parent: vLLM's, the base that an adapter belongs to."""
     base = service.catalog.base
     card = {"id": model.name, "object": "model", "created": service.started, "owned_by": "mpt"}
     return {**card, "root": model.name, "parent": None if model.name == base else base}
+
+
+def add_page(app: FastAPI, about: dict) -> None:
+    """Add the page to an application. about: what /api/about answers."""
+    files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in TYPES}
+
+    def response_of(name: str) -> Response:
+        kind = f"{TYPES[Path(name).suffix]}; charset=utf-8"
+        return Response(files[name], media_type=kind, headers=HEADERS)
+
+    @app.get("/", include_in_schema=False)
+    async def index():
+        return response_of("index.html")
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(name: str):
+        if name not in files:
+            raise ApiError(404, f"the page has no file {name[:100]}")
+        return response_of(name)
+
+    @app.get("/api/about")
+    async def about_this_server():
+        """Which of its parts this server has: a model, jobs, runs; whether it is made for chat."""
+        return about
 
 
 # --------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ MOST_FAULTS = 100  # wrong lines that an answer names
 LONGEST_LINE = 2**20  # bytes
 LONGEST_NAME = 200
 CHECK_SECONDS = 300  # of a processor, for reading all lines
-MOST_BYTES_HERE = 2**18  # of a file that the server checks itself, in a fraction of a second
+MOST_BYTES_HERE = 2**14  # of a file that the server checks itself, in a few milliseconds
 OLD_SECONDS = 3600  # after which a half-written upload belongs to a server that was killed
 META = {"filename": str, "bytes": int, "lines": int}
 
@@ -184,16 +184,19 @@ def fault_of(line: bytes, template: chat.Template) -> str:
         return public(one_line(error))
 
 
-async def check_apart(given: list) -> tuple[int, list[dict]]:
-    """`check_lines` in another process. ApiError if it takes too long, or fails."""
+async def answer_apart(module: str, given: list, param: str):
+    """What a process of a module answers about a file: see program.answer_apart.
+
+    ApiError, which names `param`, if that takes too long, or fails.
+    """
     try:
-        return await program.answer_apart("web.files", given, CHECK_SECONDS)
+        return await program.answer_apart(module, given, CHECK_SECONDS)
     except TimeoutError as error:
-        limit = f"checking the lines takes more than {CHECK_SECONDS} s of a processor"
+        limit = f"reading the lines takes more than {CHECK_SECONDS} s of a processor"
         fix = "upload them in several files"
-        raise ApiError(400, f"{limit}: {fix}", param="file", code="invalid_file") from error
+        raise ApiError(400, f"{limit}: {fix}", param=param, code="invalid_file") from error
     except RuntimeError as error:
-        problem = "the check of the lines failed: the server's log says why"
+        problem = "reading the lines failed: the server's log says why"
         raise ApiError(500, problem) from error
 
 
@@ -225,7 +228,7 @@ async def keep(upload: UploadFile, finetuning: Finetuning, reserved: dict) -> st
         tokens = {name: dataclasses.asdict(token) for name, token in reserved.items()}
         given = [str(path), finetuning.chat_template, tokens]
         if size > MOST_BYTES_HERE:
-            n_lines, faults = await check_apart(given)
+            n_lines, faults = await answer_apart("web.files", given, "file")
         else:
             n_lines, faults = await asyncio.to_thread(check_lines, *given)
         if faults:

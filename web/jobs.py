@@ -3,6 +3,7 @@
     JOBS/jobs/ID/job.json      what was asked; never changed
     JOBS/jobs/ID/state.json    how far it is; written by the worker that has claimed the job
     JOBS/jobs/ID/cancel        somebody wants it to end; written by the server
+    JOBS/jobs/ID/pause         somebody wants it to stand still; written by the server
     JOBS/jobs/ID/events.jsonl  what has happened, a line each
     JOBS/jobs/ID/lock          locked by those who work on it: the worker, and its training
     JOBS/jobs/ID/settings.py   the settings of the training, for fsdp_train.py
@@ -11,15 +12,18 @@
     JOBS/models/NAME/          the training's run folder, served as NAME once it has finished
 
 The server writes a job's folder and reads it; web/worker.py does the rest. Neither needs the other
-to be alive.
+to be alive. Only who has the lock changes state.json: the server has it while it resumes a job or
+deletes it, which therefore nobody works on.
 
     JOBS/heartbeat             touched by each worker every few seconds
 
 Losses are no events: web/runs.py shows the curve of the run folder.
 """
 
+import asyncio
 import bisect
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -28,15 +32,17 @@ import re
 import secrets
 import shutil
 import statistics
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi import Request as HttpRequest
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 import checkpoint
@@ -44,18 +50,33 @@ from lifecycle import runlog
 from program import UserError, one_line
 from serving.catalog import is_finished
 from storage import files
-from web.files import META, Finetuning, created_at, ids_in, new_id, on_disk, page_of, place
+from storage.files import open_regular
+from web.files import (
+    META,
+    Finetuning,
+    answer_apart,
+    created_at,
+    ids_in,
+    is_folder,
+    new_id,
+    on_disk,
+    page_of,
+    place,
+)
 from web.runs import Columns, Runs
-from web.shapes import ApiError, NotSupported, Number, as_json, public
+from web.shapes import ApiError, NotSupported, Number, as_json, public, unknown_model
 
 BEAT_SECONDS = 5.0  # between two touches of the heartbeat
 MOST_BEATS = 4  # without which no worker is there
 MOST_JOBS = 4  # of a key, waiting or running
+MOST_LOOKED_AT = 20  # jobs, for how long another one may take
+TAIL_BYTES = 2**16  # of a log or of events, which are read at once
 FEWEST_LINES = 2  # one to learn, one held out
 Limit = Annotated[int, Query(ge=1, le=1000)]
 ShortText = Annotated[str, Field(max_length=64)]
 LongText = Annotated[str, Field(max_length=512)]
 ENDED = ("succeeded", "failed", "cancelled")
+AT_REST = (*ENDED, "paused")  # no worker takes it before it is resumed
 ASKED = {  # the fields of job.json
     "model": str,
     "base": str,
@@ -121,6 +142,11 @@ class Job:
         return (self.folder / "cancel").exists()
 
     @property
+    def wants_rest(self) -> bool:
+        """Does somebody want it to end or to stand still?"""
+        return self.is_cancelled or (self.folder / "pause").exists()
+
+    @property
     def is_finished(self) -> bool:
         """Has its training done its last step? Then its model is served. UserError or OSError."""
         newest = checkpoint.latest(self.run_dir)
@@ -145,6 +171,17 @@ class Job:
             self.folder / "state.json", json.dumps(state | changes, indent=2).encode()
         )
 
+    def lock(self) -> int | None:
+        """Lock it, for who works on it. The open file; None if another one has it. OSError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        file = os.open(self.folder / "lock", flags, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return None
+        return file
+
     def add_event(self, message: str, level: str = "info") -> None:
         """Add a line to events.jsonl. Several processes may do so at the same time."""
         event = {"created_at": time.time(), "level": level, "message": message}
@@ -164,7 +201,7 @@ class Job:
 
 
 class Hyperparameters(BaseModel):
-    """How long and how fast to learn. `auto`: see web/worker.py::batch_settings."""
+    """How long and how fast to learn. `auto`: see web/settings.py::batch_settings."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -225,24 +262,17 @@ def add_jobs(app: FastAPI, service) -> None:
     folder = finetuning.folder / "jobs"
     one_at_a_time = threading.Lock()  # so that the jobs of a key are counted right
     runs = Runs({})  # clients ask every second: what is new in a file is read
-
-    def shown(job: Job) -> dict:
-        found = job_object(job, runs)
-        if found["status"] not in ENDED and (absence := absence_of_workers(finetuning)):
-            found |= {"hint": absence, "estimated_finish": None}
-        if found["fine_tuned_model"]:
-            service.catalog.look(found["fine_tuned_model"])  # then it is in the list of models
-        return found
+    shown = partial(shown_job, service=service, runs=runs)
 
     @app.post("/v1/fine_tuning/jobs")
     def create(body: JobRequest, http: HttpRequest):
         """Create a job, which a worker will take."""
-        check(body, service, finetuning)
+        start = check(body, service, finetuning)
         owner = http.scope["state"].get("owner", "")
         with on_disk(), one_at_a_time:
             finetuning.make_folders()
             require_few(folder, owner)
-            return as_json(shown(new_job(body, finetuning, owner)))
+            return as_json(shown(new_job(asked_of(body, service, start, owner), finetuning)))
 
     @app.get("/v1/fine_tuning/jobs")
     def listed(http: HttpRequest, after: str | None = None, limit: Limit = 20):
@@ -261,22 +291,94 @@ def add_jobs(app: FastAPI, service) -> None:
         with on_disk():
             return as_json(shown(Job(place(folder, job_id, "ftjob"))))
 
+    add_changes(app, folder, shown, one_at_a_time)
+    add_preview(app, service, runs)
+    add_history(app, folder, runs)
+
+
+def shown_job(job: Job, service, runs: Runs) -> dict:
+    """A job as clients see it, with a hint if nobody works on it."""
+    found = job_object(job, runs)
+    rests = found["status"] in ENDED or found["paused"]
+    if not rests and (absence := absence_of_workers(service.finetuning)):
+        found |= {"hint": absence, "estimated_finish": None}
+    if found["fine_tuned_model"]:
+        service.catalog.look(found["fine_tuned_model"])  # then it is in the list of models
+    return found
+
+
+def add_changes(app: FastAPI, folder: Path, shown, one_at_a_time: threading.Lock) -> None:
+    """The endpoints that stop a job, let it go on, or delete it."""
+
     @app.post("/v1/fine_tuning/jobs/{job_id}/cancel")
     def cancel(job_id: str):
         """End a job. Its worker does that within a second, if there is one."""
+        return put_to_rest(job_id, "cancel", "The job is cancelled by request")
+
+    @app.post("/v1/fine_tuning/jobs/{job_id}/pause")
+    def pause(job_id: str):
+        """Let a job stand still, until it is resumed: as soon as its training has saved."""
+        return put_to_rest(job_id, "pause", "The job is paused by request")
+
+    def put_to_rest(job_id: str, mark: str, words: str):
         job = Job(place(folder, job_id, "ftjob"))
         with on_disk():
             status = status_of(job)["status"]
-            if status in ("succeeded", "failed"):
+            is_again = (job.folder / mark).exists()
+            if status in ENDED and (mark, status) != ("cancel", "cancelled"):
                 raise ApiError(400, f"the job has ended already: it has {status}")
-            if status != "cancelled":
+            if not is_again:
                 if job.is_finished:
                     raise ApiError(400, "the job has ended already: its training has finished")
-                (job.folder / "cancel").touch()
-                job.add_event("The job is cancelled by request")
+                (job.folder / mark).touch()
+                job.add_event(words)
             return as_json(shown(job))
 
-    add_history(app, folder, runs)
+    @app.post("/v1/fine_tuning/jobs/{job_id}/resume")
+    def resume(job_id: str, http: HttpRequest):
+        """Let a job that is paused, failed or cancelled go on from its last checkpoint."""
+        job = Job(place(folder, job_id, "ftjob"))
+        with on_disk(), one_at_a_time:
+            if status_of(job)["status"] not in ("paused", "failed", "cancelled"):
+                raise ApiError(400, "the job is not paused, failed or cancelled")
+            with locked(job):
+                require_few(folder, http.scope["state"].get("owner", ""))
+                resume_job(job)
+            return as_json(shown(job))
+
+    @app.delete("/v1/fine_tuning/jobs/{job_id}")
+    def delete(job_id: str):
+        """Delete a job that has ended or is paused. The model of one that has succeeded stays."""
+        job = Job(place(folder, job_id, "ftjob"))
+        with on_disk():
+            if status_of(job)["status"] not in AT_REST:
+                raise ApiError(400, "the job waits or runs: cancel it first")
+            with locked(job):
+                delete_job(job)
+        return {"id": job_id, "object": "fine_tuning.job", "deleted": True}
+
+
+def add_preview(app: FastAPI, service, runs: Runs) -> None:
+    """The endpoint that tells what a job would come to."""
+    finetuning = service.finetuning
+    one_at_a_time = asyncio.Lock()  # each takes a processor
+
+    @app.post("/v1/fine_tuning/jobs/preview")
+    async def preview(body: JobRequest):
+        """What a job would come to: examples, tokens, steps, minutes. Takes what `create` takes."""
+        start = await asyncio.to_thread(check, body, service, finetuning)
+        async with one_at_a_time:
+            with on_disk():
+                finetuning.make_folders()
+                unseen = {"prefix": ".", "suffix": ".tmp", "dir": finetuning.folder / "jobs"}
+                with tempfile.TemporaryDirectory(**unseen) as folder:
+                    asked = asked_of(body, service, start, "")
+                    Path(folder, "job.json").write_text(json.dumps(asked))
+                    found = await answer_apart("web.settings", [folder], "training_file")
+        if problem := found.get("problem"):
+            raise ApiError(400, public(problem), param="training_file")
+        found["minutes"] = await asyncio.to_thread(minutes_of, found, finetuning, runs)
+        return as_json(found)
 
 
 def add_history(app: FastAPI, folder: Path, runs: Runs) -> None:
@@ -286,8 +388,18 @@ def add_history(app: FastAPI, folder: Path, runs: Runs) -> None:
     def events(job_id: str, after: str | None = None, limit: Limit = 20):
         """What has happened, the newest first."""
         with on_disk():
-            found = events_of(Job(place(folder, job_id, "ftjob")))
-            return as_json(page_of(found[::-1], after, limit))
+            return as_json(events_of(Job(place(folder, job_id, "ftjob")), after, limit))
+
+    @app.get("/v1/fine_tuning/jobs/{job_id}/log", response_class=PlainTextResponse)
+    def log(job_id: str):
+        """The last lines that its training has printed, of at most 64 KiB."""
+        path = Job(place(folder, job_id, "ftjob")).log
+        text = ""
+        with contextlib.suppress(UserError, OSError), open_regular(path) as file:
+            begin = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+            file.seek(begin)
+            text = file.read(TAIL_BYTES).decode(errors="replace")
+        return public(text.partition("\n")[2] if text and begin else text)
 
     @app.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
     def checkpoints(job_id: str, after: str | None = None, limit: Limit = 10):
@@ -297,12 +409,13 @@ def add_history(app: FastAPI, folder: Path, runs: Runs) -> None:
             return as_json(page_of(found[::-1], after, limit))
 
 
-def check(body: JobRequest, service, finetuning: Finetuning) -> None:
-    """ApiError for a job that cannot be done."""
-    base = service.catalog.base
-    if body.model != base:
-        problem = f"only the base can be finetuned: set model to {base!r}"
-        raise ApiError(400, problem, param="model", code="model_not_found")
+def check(body: JobRequest, service, finetuning: Finetuning) -> str:
+    """The adapter that a job begins with, "" for a new one. ApiError if it cannot be done."""
+    try:
+        start = service.catalog.find(body.model).path
+    except UserError as error:
+        problem = public(str(error))
+        raise ApiError(400, problem, param="model", code="model_not_found") from error
     for name in ("training_file", "validation_file"):
         file_id = getattr(body, name)
         if file_id is None:
@@ -315,6 +428,7 @@ def check(body: JobRequest, service, finetuning: Finetuning) -> None:
         if name == "training_file" and n_lines < FEWEST_LINES:
             few = f"{name} has {n_lines} line, and one is held out: upload {FEWEST_LINES} or more"
             raise ApiError(400, few, param=name)
+    return start
 
 
 def has_metadata(job: Job, wanted: dict[str, str]) -> bool:
@@ -341,21 +455,21 @@ def require_few(folder: Path, owner: str) -> None:
     for name in ids_in(folder, "ftjob"):
         with contextlib.suppress(UserError, OSError):
             job = Job(folder / name)
-            n_jobs += status_of(job)["status"] not in ENDED and job.asked["owner"] == owner
+            n_jobs += status_of(job)["status"] not in AT_REST and job.asked["owner"] == owner
     if n_jobs >= MOST_JOBS:
         fix = "wait for one to end, or cancel it"
         raise ApiError(429, f"{n_jobs} jobs of yours wait or run: {fix}", retry_after=60)
 
 
-def new_job(body: JobRequest, finetuning: Finetuning, owner: str) -> Job:
-    """Make the folder of a job: all of it, or nothing."""
-    name = new_id("ftjob")
-    base = re.sub(r"[^A-Za-z0-9._-]+", "-", body.model)[:60]
+def asked_of(body: JobRequest, service, start: str, owner: str) -> dict:
+    """The content of job.json. start: see `check`."""
+    base = re.sub(r"[^A-Za-z0-9._-]+", "-", service.catalog.base)[:60]
     parts = ["ft", base, body.suffix, secrets.token_hex(4)]
-    asked = {
+    return {
         "model": body.model,
-        "base": finetuning.base,
-        "chat_template": finetuning.chat_template,
+        "base": service.finetuning.base,
+        "start": start,
+        "chat_template": service.finetuning.chat_template,
         "training_file": body.training_file,
         "validation_file": body.validation_file,
         "suffix": body.suffix,
@@ -365,6 +479,11 @@ def new_job(body: JobRequest, finetuning: Finetuning, owner: str) -> Job:
         "fine_tuned_model": "-".join(filter(None, parts)),
         "owner": owner,
     }
+
+
+def new_job(asked: dict, finetuning: Finetuning) -> Job:
+    """Make the folder of a job: all of it, or nothing."""
+    name = new_id("ftjob")
     folder = finetuning.folder / "jobs"
     temporary = folder / f".{name}.tmp"
     try:
@@ -377,6 +496,70 @@ def new_job(body: JobRequest, finetuning: Finetuning, owner: str) -> Job:
     return Job(folder / name)
 
 
+@contextlib.contextmanager
+def locked(job: Job):
+    """While this block runs, no worker takes the job. ApiError if one has it, or its training."""
+    file = job.lock()
+    if file is None:
+        raise ApiError(409, "its training has not ended yet: try again once it has")
+    try:
+        yield
+    finally:
+        os.close(file)
+
+
+def resume_job(job: Job) -> None:
+    """Let a job at rest wait for a worker again. It is locked.
+
+    If this is interrupted, the job still rests: the marks go first.
+    """
+    for mark in ("pause", "cancel"):
+        (job.folder / mark).unlink(missing_ok=True)
+    fresh = {"attempts": 0, "is_late": False, "error": None, "finished_at": None}
+    with contextlib.suppress(UserError):  # a damaged one is replaced
+        if job.state()["status"] not in AT_REST:  # nobody has put it to rest yet
+            fresh["status"] = job.state()["status"]
+    job.write_state(**{"status": "queued"} | fresh)
+    job.add_event("The job is resumed by request: it waits for a worker")
+
+
+def delete_job(job: Job) -> None:
+    """Delete a job at rest. It is locked. The model of one that has succeeded stays."""
+    with contextlib.suppress(UserError):  # of a damaged one nobody knows
+        if job.state()["status"] == "running":  # SLURM may train it without a worker
+            raise ApiError(409, "a worker has to end its training first: start one")
+        if status_of(job)["status"] != "succeeded":
+            remove(job.run_dir, job.folder.parent)
+    remove(job.folder, job.folder.parent)
+
+
+def delete_model(service, name: str) -> None:
+    """Delete the model of a job, or another adapter among them. ApiError if that cannot be."""
+    finetuning = service.finetuning
+    if name == service.catalog.base:
+        raise ApiError(400, f"{name!r} is the base, which stays", param="model")
+    if service.catalog.look(name) is None:
+        raise unknown_model(f"no model {name[:100]!r}")
+    if not finetuning or "/" in name or not is_folder(finetuning.folder / "models" / name):
+        raise ApiError(400, f"{name[:100]!r} is no model of a job: only those are deleted", "model")
+    folder = finetuning.folder / "jobs"
+    for job in (Job(folder / job_id) for job_id in ids_in(folder, "ftjob")):
+        with contextlib.suppress(UserError, OSError):
+            if job.run_dir.name == name and status_of(job)["status"] not in ENDED:
+                raise ApiError(400, f"its job {job.id} has not ended: cancel it, or wait")
+    with on_disk():
+        remove(finetuning.folder / "models" / name, folder)
+    service.catalog.look(name)  # it is no model any more
+
+
+def remove(path: Path, folder: Path) -> None:
+    """Remove a folder, if it is there: at once, under its name. folder: on the same disk."""
+    temporary = folder / f".{secrets.token_hex(8)}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 # --------------------------------------------------------------------------------------------------
 # Answers
 
@@ -384,7 +567,7 @@ def new_job(body: JobRequest, finetuning: Finetuning, owner: str) -> Job:
 def status_of(job: Job) -> dict:
     """The state of a job as clients see it.
 
-    A job that was cancelled too late, after the last step of its training, will succeed.
+    A job that was cancelled or paused too late, after the last step of its training, will succeed.
     """
     try:
         state = job.state()
@@ -393,9 +576,12 @@ def status_of(job: Job) -> dict:
         fault = {"code": "damaged", "message": one_line(error), "param": None}
         return NEW_STATE | {"status": "failed", "error": fault, "finished_at": job.created_at}
     with contextlib.suppress(UserError, OSError):
+        if state["status"] in ENDED or not job.wants_rest or job.is_finished:
+            return state
+        if not job.is_cancelled:
+            return state | {"status": "paused"}
         cancelled_at = int((job.folder / "cancel").stat().st_mtime)
-        if state["status"] not in ENDED and not job.is_finished:
-            state |= {"status": "cancelled", "error": None, "finished_at": cancelled_at}
+        return state | {"status": "cancelled", "error": None, "finished_at": cancelled_at}
     return state
 
 
@@ -408,6 +594,9 @@ def job_object(job: Job, runs: Runs) -> dict:
         asked = job.asked
     status = state["status"]
     chosen = asked.get("hyperparameters", {})
+    if isinstance(taken := state.get("hyperparameters"), dict):
+        chosen = chosen | taken  # `auto` has become a number
+    is_paused = status == "paused"
     return {
         "id": job.id,
         "object": "fine_tuning.job",
@@ -418,7 +607,8 @@ def job_object(job: Job, runs: Runs) -> dict:
         "fine_tuned_model": asked["fine_tuned_model"] if status == "succeeded" else None,
         "organization_id": "mpt",
         "result_files": [],
-        "status": status,
+        "status": "queued" if is_paused else status,  # OpenAI's client knows no other word
+        "paused": is_paused,
         "error": public(state.get("error")),
         "training_file": asked["training_file"],
         "validation_file": asked["validation_file"],
@@ -450,6 +640,25 @@ def metrics_of(job: Job, runs: Runs):
         yield runs.read(job.run_dir) if n_steps else Columns(Path()), n_steps
 
 
+def seconds_of_step(columns: Columns) -> float:
+    """How long a step takes by the last ones; 0 before the first."""
+    seconds = filter(math.isfinite, columns.metrics.steps["seconds"][-100:])
+    return statistics.median([*seconds] or [0])
+
+
+def minutes_of(plan: dict, finetuning: Finetuning, runs: Runs) -> float | None:
+    """How long a job may train, by the newest one of this base that has; None if none has."""
+    folder = finetuning.folder / "jobs"
+    for job in (Job(folder / name) for name in ids_in(folder, "ftjob")[::-1][:MOST_LOOKED_AT]):
+        with contextlib.suppress(UserError, OSError), metrics_of(job, runs) as (columns, _):
+            seconds = seconds_of_step(columns)
+            if seconds and job.asked["base"] == finetuning.base:
+                settings = runlog.read_settings(job.run_dir)
+                per_token = seconds / (settings["global_batch_size"] * settings["max_seq_len"])
+                return plan["steps"] * plan["rows"] * plan["row_tokens"] * per_token / 60
+    return None
+
+
 def progress_of(job: Job, runs: Runs) -> dict:
     """How far a training is, and when it will end; nothing before its first step.
 
@@ -457,13 +666,10 @@ def progress_of(job: Job, runs: Runs) -> dict:
     it is late.
     """
     with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(UserError, OSError):
-        seconds = [
-            passed for passed in columns.metrics.steps["seconds"][-100:] if math.isfinite(passed)
-        ]
-        if seconds:
+        if seconds := seconds_of_step(columns):
             step = columns.steps[-1]
             written_at = (job.run_dir / "metrics.jsonl").stat().st_mtime
-            finish = written_at + (n_steps - step) * statistics.median(seconds)
+            finish = written_at + (n_steps - step) * seconds
             is_known = time.time() < finish < math.inf
             return {
                 "progress": {"step": step, "total_steps": n_steps},
@@ -472,25 +678,51 @@ def progress_of(job: Job, runs: Runs) -> dict:
     return {}
 
 
-def events_of(job: Job) -> list[dict]:
-    """The events of a job, oldest first: the lines of events.jsonl."""
+def events_of(job: Job, after: str | None, limit: int) -> dict:
+    """A page of a job's events, the newest first: of events.jsonl, only its end is read.
+
+    The id of an event ends with the place of its line. after: the id of the one before the page.
+    """
+    head = f"ftevent-{job.id.removeprefix('ftjob-')}-"
+    found = re.fullmatch(rf"{head}(\d{{1,15}})", after or f"{head}{10**15 - 1}", re.ASCII)
+    if not found:
+        raise ApiError(400, f"after: there is no {after[:100]!r} in this list", param="after")
     rows = []
+    with contextlib.suppress(UserError, OSError), open_regular(job.folder / "events.jsonl") as file:
+        end = min(int(found[1]), os.fstat(file.fileno()).st_size)
+        begin = end
+        while begin and len(rows) <= limit:
+            begin = max(0, begin - max(TAIL_BYTES, end - begin))
+            file.seek(begin)
+            rows = events_in(file.read(end - begin), begin, head)
+    return page_of(rows[::-1], None, limit)
+
+
+def events_in(content: bytes, begin: int, head: str) -> list[dict]:
+    """The events in a part of events.jsonl, without its first line if that may be cut.
+
+    begin: its place in the file. head: of their ids.
+    """
     fields = {"created_at": float, "level": str, "message": str}
-    with contextlib.suppress(UserError, OSError):
-        rows, _ = files.read_json_lines(job.folder / "events.jsonl", fields, appended=True)
-    return [
-        {
-            "id": f"ftevent-{job.id.removeprefix('ftjob-')}-{number:06}",
-            "object": "fine_tuning.job.event",
-            "created_at": int(row["created_at"]),
-            "level": row["level"],
-            "message": public(row["message"]),
-            "type": "message",
-            "data": None,
-        }
-        for number, row in enumerate(rows)
-        if math.isfinite(row["created_at"])
-    ]
+    found = []
+    place = begin
+    for line in content.splitlines(keepends=True):
+        is_whole = place > begin or not begin
+        row, _ = files.parse_line(line, "", fields, appended=True) if is_whole else (None, "")
+        if row and math.isfinite(row["created_at"]):
+            found.append(
+                {
+                    "id": f"{head}{place:012}",
+                    "object": "fine_tuning.job.event",
+                    "created_at": int(row["created_at"]),
+                    "level": row["level"],
+                    "message": public(row["message"]),
+                    "type": "message",
+                    "data": None,
+                }
+            )
+        place += len(line)
+    return found
 
 
 def loss_at(columns: Columns, step: int) -> float | None:

@@ -65,7 +65,7 @@ class Slurm:
         answer.
         """
         self.seen.pop(job.id, None)
-        if self.ask(job) == RUNNING:
+        if self.ask(job, tells=False) == RUNNING:
             return
         log = str(job.log).replace("%", "%%")
         options = [f"--job-name={job.id}", f"--ntasks={self.nproc}", f"--output={log}"]
@@ -90,8 +90,8 @@ class Slurm:
             self.seen[job.id] = time.monotonic(), state
         return state
 
-    def ask(self, job: Job) -> str | int:
-        """The same, from squeue."""
+    def ask(self, job: Job, tells: bool = True) -> str | int:
+        """The same, from squeue. tells: the log of the job, if an operator has cancelled it."""
         words = ["squeue", "--me", "--noheader", f"--name={job.id}", "--states=all"]
         lines = answer([*words, "--format=%A %T"]).splitlines()
         if not lines:
@@ -99,7 +99,7 @@ class Slurm:
         number, state = max((line.split() for line in lines), key=lambda fields: int(fields[0]))
         if state not in FINAL:
             return RUNNING
-        if FINAL[state] == 2 and not job.is_cancelled:
+        if FINAL[state] == 2 and tells and not job.wants_rest:
             with job.log.open("a") as log:  # where the worker finds the reason
                 log.write(f"error: SLURM has ended its job {number}: {state}\n")
         return exit_status(number) if FINAL[state] is None else FINAL[state]

@@ -6,7 +6,9 @@ A worker claims a job by a lock on a file in the job's folder. The ranks of the 
 open file, and so the lock: if the worker is killed, the training goes on, and no other worker takes
 the job before it has ended.
 
-    queued -> validating_files -> running -> succeeded | failed | cancelled
+    queued -> validating_files -> running -> succeeded | failed | cancelled | paused
+
+A job that has failed, was cancelled or is paused is queued again when somebody resumes it.
 
 What the training says with its exit status:
 
@@ -19,7 +21,6 @@ run, or says that it is finished.
 """
 
 import contextlib
-import fcntl
 import math
 import os
 import platform
@@ -28,25 +29,21 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import checkpoint
 import config
 import program
-from config import Float, Int, MPTConfig, TrainConfig
+from config import Float, Int
 from launch.pool import free_port, torchrun_variables
 from lifecycle import runlog
 from program import RESUME_ME, UserError, require
-from storage import files
-from text import corpus
-from text.prepare import prepare
-from text.shards import Shard, shard_files
 from web.files import ids_in
 from web.jobs import BEAT_SECONDS, ENDED, Job
-from web.runs import Runs, owner_of
+from web.runs import Runs, owner_of, stamp_of
+from web.settings import write_settings
 from web.slurm import GONE, RUNNING, Slurm
-from weights import load
 
 ROOT = Path(__file__).resolve().parent.parent
 END_SECONDS = 90  # after SIGTERM, or the death of a rank, until the other ranks are killed
@@ -129,171 +126,6 @@ class Local:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is trained
-
-LORA_RANK = 8
-LR = 1e-3  # for models up to LR_WIDTH; wider ones take less
-LR_WIDTH = 256
-LONGEST_ROW = 2048  # tokens
-BATCH_ROWS = 8
-AUTO_STEPS = 100  # that `auto` epochs should give, within AUTO_EPOCHS
-AUTO_EPOCHS = (2, 10)
-MOST_STEPS = 100_000
-EVAL_TOKENS = 200_000
-SAVE_MINUTES = 10.0
-LINES_SHOWN = 20  # numbers of lines that are held out, in an event
-
-
-def write_settings(job: Job, nproc: int) -> str:
-    """Bring a job's lines into shape, encode them, and write the settings of its training.
-
-    Returns what they come to, in words. UserError or OSError if its data or its base cannot be
-    used.
-    """
-    asked = job.asked
-    data = job.folder / "data.jsonl"
-    val_every, held_out = write_lines(job, data)
-    base = Path(asked["base"])
-    require(base.exists(), f"the base {asked['model']} is gone from {base}: put it there again")
-    values = model_settings(base) | {
-        "init_from": str(base),
-        "dataset": str(data),
-        "data_dir": str(job.folder / "tokens"),
-        "data_format": "chat",
-        "chat_template": asked["chat_template"],
-        "tokenizer": tokenizer_name(base),
-        "val_fraction": 1 / val_every,
-        "seed": asked["seed"],
-        "run_dir": str(job.run_dir),
-        "microbatch_size": "auto",
-        "eval_tokens": EVAL_TOKENS,
-        "save_minutes": SAVE_MINUTES,
-    }
-    model_cfg = config.from_dict(MPTConfig, values)
-    values["lora_rank"] = min(LORA_RANK, max(1, model_cfg.d_model // 4))
-    folder = prepare(config.from_dict(TrainConfig, values), max_seq_len=model_cfg.max_seq_len)
-    train, val = (
-        [Shard(path).header for path in shard_files(folder, split)] for split in ("train", "val")
-    )
-    values |= batch_settings(asked["hyperparameters"], train, model_cfg, nproc)
-    config.from_dict(TrainConfig, values)  # UserError for what cannot be
-    lines = [f"# {job.id}: start it by hand with python fsdp_train.py {job.settings}\n"]
-    lines += [f"{name} = {value!r}\n" for name, value in values.items()]
-    files.write_atomically(job.settings, "".join(lines).encode())
-    counts = {name: total(train, name) + total(val, name) for name in ("cut", "dropped")}
-    return (
-        f"{total(train, 'documents')} examples to learn, {total(val, 'documents')} held out, "
-        f"{held_out}; {values['max_steps']} steps of {values['global_batch_size']} rows of "
-        f"{model_cfg.max_seq_len} tokens; {counts['cut']} examples are longer and were cut, "
-        f"{counts['dropped']} have nothing to learn within a row"
-    )
-
-
-def total(headers: list[dict], name: str) -> int:
-    """A count of shards, added up."""
-    return sum(header[name] for header in headers)
-
-
-def model_settings(base: Path) -> dict:
-    """The settings of the base that are not as by default, as a finetuning run has them."""
-    cfg = load.settings_of(load.find(str(base)))
-    values = {
-        field.name: getattr(cfg, field.name)
-        for field in fields(MPTConfig)
-        if field.name != "attn_impl" and getattr(cfg, field.name) != field.default
-    }
-    values["attn_uses_sequence_id"] = True  # keeps the examples of a row apart
-    if not cfg.learned_positions:
-        values["max_seq_len"] = min(cfg.max_seq_len, LONGEST_ROW)
-    return values
-
-
-def tokenizer_name(base: Path) -> str:
-    """The tokenizer of the base, as --tokenizer takes it."""
-    name, file = load.tokenizer_of(load.find(str(base)))
-    return str(Path(file).absolute()) if file and name.endswith(".json") else name
-
-
-def batch_settings(asked: dict, headers: list[dict], cfg: MPTConfig, nproc: int) -> dict:
-    """Batch, steps and learning rate of a training, from what was asked.
-
-    asked: hyperparameters, each a number or "auto". headers: of the shards for training.
-    """
-    n_examples = total(headers, "documents")
-    n_rows = sum(header["tokens"] // header["max_seq_len"] for header in headers)
-    batch = asked["batch_size"]
-    rows = batch * n_rows / n_examples if batch != "auto" else min(BATCH_ROWS, n_rows / 10)
-    rows = max(1, round(min(rows, n_rows) / nproc)) * nproc
-    steps_of_epoch = n_rows / rows
-    epochs = asked["n_epochs"]
-    if epochs == "auto":
-        fewest, most = AUTO_EPOCHS
-        epochs = min(most, max(fewest, math.ceil(AUTO_STEPS / steps_of_epoch)))
-    steps = max(1, math.ceil(epochs * steps_of_epoch))
-    fix = "set a larger batch_size, or lower n_epochs"
-    require(steps <= MOST_STEPS, f"{steps:,} steps are more than {MOST_STEPS:,}: {fix}")
-    multiplier = asked["learning_rate_multiplier"]
-    lr = LR * min(1, math.sqrt(LR_WIDTH / cfg.d_model))
-    return {
-        "global_batch_size": rows,
-        "max_steps": steps,
-        "warmup_steps": min(20, steps // 10),
-        "lr": lr * (1 if multiplier == "auto" else multiplier),
-        "eval_interval": max(1, steps // 10),
-        "save_interval": max(1, steps // 10),
-        "keep_every": max(1, steps // 10),  # so the best one of those is there in the end
-    }
-
-
-def write_lines(job: Job, path: Path) -> tuple[int, str]:
-    """Write the lines of a job into one file, of which every n-th is held out.
-
-    text/prepare.py holds out the first line of that file and every n-th from there. Without a
-    validation file these places get every n-th line of the upload and its last one, so never its
-    first. Of a validation file, so many lines are used as there are places for them: at most as
-    many as for training. Returns (n, which lines are held out, in words).
-    """
-    learned = lines_of(job, job.asked["training_file"])
-    if job.asked["validation_file"]:
-        given = lines_of(job, job.asked["validation_file"])
-        val_every = max(2, math.ceil((len(learned) + len(given)) / len(given)))
-        held_out = given[: math.ceil(len(learned) / (val_every - 1))]
-    else:
-        val_every = min(50, max(10, len(learned) // 20))
-        chosen = [*range(val_every - 1, len(learned), val_every)]
-        if len(learned) % val_every:
-            chosen.append(len(learned) - 1)
-        held_out = [learned[place] for place in chosen]
-        chosen = set(chosen)
-        learned = [line for place, line in enumerate(learned) if place not in chosen]
-    with path.open("wb") as out:
-        for n, line in enumerate(held_out):
-            between = learned[n * (val_every - 1) : (n + 1) * (val_every - 1)]
-            out.writelines(content for _, content in [line, *between])
-    numbers = [number for number, _ in held_out]
-    shown = ", ".join(map(str, numbers[:LINES_SHOWN]))
-    rest = f", ..., {numbers[-1]}" if len(numbers) > LINES_SHOWN else ""
-    where = " of the validation file" if job.asked["validation_file"] else ""
-    return val_every, f"line{'s' * (len(numbers) > 1)} {shown}{rest}{where}"
-
-
-def lines_of(job: Job, file_id: str) -> list[tuple[int, bytes]]:
-    """The lines of an upload that are not blank, with their numbers; each ends with a line break.
-
-    UserError if there is none.
-    """
-    path = files.member(job.folder.parent.parent / "files", file_id, "job.json") / "data.jsonl"
-    require(path.exists(), f"the file {file_id} was deleted: upload it again")
-    found = [
-        (number, line.rstrip(b"\r\n") + b"\n")
-        for number, line in enumerate(corpus.raw_lines(str(path)), 1)
-        if line.decode(errors="replace").strip()
-    ]
-    require(found, f"{file_id} has no line")
-    return found
-
-
-# --------------------------------------------------------------------------------------------------
 # The worker
 
 
@@ -323,8 +155,8 @@ class Worker:
         self.launcher = launcher
         self.cfg = cfg
         self.claims = {}  # job -> the open file of its lock
-        self.ended = set()  # ids of jobs that need no worker any more
-        self.paused = {}  # id of a job -> when it is tried again
+        self.ended = {}  # id of a job that needs no worker any more -> its state.json
+        self.postponed = {}  # id of a job -> when it is tried again
         self.runs = Runs({})  # reads what is new in the metrics of a training
         self.is_ending = False
 
@@ -346,20 +178,20 @@ class Worker:
         names = {job.id for job in self.claims}  # a folder may be removed meanwhile
         with contextlib.suppress(OSError):
             names.update(ids_in(self.folder / "jobs", "ftjob"))
-        for name in sorted(names - self.ended):
+        for name in sorted(names):
             if not self.is_ending:
                 self.attend(Job(self.folder / "jobs" / name))
         return len(self.claims)
 
     def attend(self, job: Job) -> None:
         """Claim a job if possible, and do what is to be done about it now."""
-        if time.monotonic() < self.paused.get(job.id, 0):
+        if time.monotonic() < self.postponed.get(job.id, 0):
             return
         try:
             if job in self.claims or self.claim(job):
                 self.advance(job)
         except OSError as error:  # a full disk, or the folder was removed
-            self.paused[job.id] = time.monotonic() + PAUSE_SECONDS
+            self.postponed[job.id] = time.monotonic() + PAUSE_SECONDS
             program.print_error(f"{job.id}: {error}")
             if not job.folder.exists():
                 self.launcher.cancel(job)
@@ -367,26 +199,34 @@ class Worker:
                     self.release(job)
 
     def claim(self, job: Job) -> bool:
-        """Lock a job that has not ended. False if another one has it, or there is no room."""
-        if has_ended(job):
-            self.ended.add(job.id)
+        """Lock a job that does not rest. False if another one has it, or there is no room."""
+        if self.rests(job):
             return False
-        if len(self.claims) >= self.cfg.most and not job.is_cancelled:  # which ends at once
+        if len(self.claims) >= self.cfg.most and not job.wants_rest:  # which comes at once
             return False
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        lock = os.open(job.folder / "lock", flags, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            if job.is_cancelled:
+        lock = job.lock()
+        if lock is None:
+            if job.wants_rest:
                 self.launcher.cancel(job)  # its worker may be dead
             return False
         self.claims[job] = lock
-        if has_ended(job):  # while we came
+        if self.rests(job):  # since we came
             self.release(job)
             return False
         return True
+
+    def rests(self, job: Job) -> bool:
+        """Does a job need no worker? One whose state is damaged does: that will be replaced."""
+        stamp = stamp_of(job.folder / "state.json")
+        if stamp and self.ended.get(job.id) == stamp:
+            return True
+        try:
+            status = job.state()["status"]
+        except UserError:
+            return False
+        if status in ENDED:
+            self.ended[job.id] = stamp  # until it is resumed
+        return status in ENDED or (status == "paused" and not job.is_cancelled)
 
     def release(self, job: Job) -> None:
         """Let go of a job."""
@@ -403,20 +243,21 @@ class Worker:
             state = job.state()
             silent_seconds = self.silent_seconds(job) if is_running else 0
             is_late = state.get("is_late", False) or self.seconds_left(job) < silent_seconds
-            if is_late and "is_late" not in state:
+            if is_late and not state.get("is_late"):
                 job.write_state(is_late=True)  # also when its training has ended
-            if is_running and (job.is_cancelled or is_late):
+            if is_running and (job.wants_rest or is_late):
                 self.launcher.cancel(job)
             elif is_running:
                 return
             elif job.is_finished:
                 self.succeed(job)
-            elif job.is_cancelled:
-                self.end(job, "cancelled", "The job was cancelled")
+            elif job.wants_rest:
+                self.rest(job)
             elif state["status"] != "running":
                 self.begin(job)
             elif is_late:
-                self.fail(job, f"the job took more than {self.cfg.most_hours:g} hours")
+                fix = "start a worker with a larger --most_hours, and resume the job"
+                self.fail(job, f"the job took more than {self.cfg.most_hours:g} hours: {fix}")
             else:
                 self.go_on(job, state, outcome)
         except UserError as error:
@@ -448,7 +289,7 @@ class Worker:
             except OSError as error:
                 (job.folder / "data.jsonl").unlink(missing_ok=True)  # room, if the disk is full
                 return self.fail(job, program.one_line(error))
-            if job.is_cancelled or self.is_ending:
+            if job.wants_rest or self.is_ending:
                 return  # the next look sees to it
         is_again = "log_begin" in job.state()
         job.add_event("The training goes on" if is_again else "The training has started")
@@ -490,6 +331,11 @@ class Worker:
         tokens = max((row.get("tokens", 0) for row in rows), default=0)
         self.end(job, "succeeded", words, trained_tokens=tokens)
 
+    def rest(self, job: Job) -> None:
+        """End a job that somebody has cancelled or paused, and whose training has ended."""
+        status = "cancelled" if job.is_cancelled else "paused"
+        self.end(job, status, f"The job was {status}")
+
     def fail(self, job: Job, reason: str) -> None:
         """End a job that cannot succeed."""
         error = {"code": "job_failed", "message": reason, "param": None}
@@ -515,7 +361,9 @@ class Worker:
                     pass
                 elif job.is_finished:
                     self.succeed(job)
-                elif not job.is_cancelled:
+                elif job.wants_rest:
+                    self.rest(job)
+                else:
                     job.write_state(status="queued")
                     job.add_event("Its worker ends: the job waits for another one", "warn")
                     n_left += 1
@@ -525,14 +373,6 @@ class Worker:
     def running(self) -> list[Job]:
         """The jobs of ours that are training."""
         return [job for job in self.claims if self.launcher.state(job) == RUNNING]
-
-
-def has_ended(job: Job) -> bool:
-    """Is a job done? A damaged state is none: it will be replaced."""
-    try:
-        return job.state()["status"] in ENDED
-    except UserError:
-        return False
 
 
 def beat(path: Path) -> None:

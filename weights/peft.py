@@ -258,6 +258,18 @@ def import_(folder, run_dir, base: str) -> None:
     and names the base. Raises UserError if they do not fit together.
     """
     adapter = read(folder)
+    meta = write_start(adapter, folder, run_dir, base)
+    named = program.one_line(adapter.base)
+    author = f" Its author names the base {named}." if named else ""
+    print(f"{run_dir}: adapters of rank {adapter.rank} on {meta['base']}.{author}")
+
+
+def write_start(adapter: Adapter, source, run_dir, base: str) -> dict:
+    """Write an adapter, found at `source`, as a run that has not begun. Returns its meta.json.
+
+    UserError as above, or if more than adapters was trained.
+    """
+    require(not adapter.settings.lora_train, f"{source} trained more than adapters: merge it")
     base_cfg = load.settings_of(base)
     load.check_same_model(base, base_cfg)  # refuses a run that holds adapters itself
     check_fits(adapter, base_cfg, base)
@@ -265,15 +277,13 @@ def import_(folder, run_dir, base: str) -> None:
     name, file = load.tokenizer_of(Path(base))
     settings = replace(settings, init_from=base, run_dir=str(run_dir), tokenizer=name)
     flops.check_adapters(base_cfg, settings)
-    meta = meta_of(base_cfg, settings, folder) | load.base_of(base, {})
+    meta = meta_of(base_cfg, settings, source) | load.base_of(base, {})
     with hf.published(Path(run_dir)) as staging:
         state = state_at_start(base_cfg, settings, adapter)
         hf.write_checkpoint(staging / "checkpoints" / "step-0", meta, state)
         hf_tokenizer.save(name, file, staging)
         load.keep_generation(meta["base"], staging)
-    named = program.one_line(adapter.base)
-    author = f" Its author names the base {named}." if named else ""
-    print(f"{run_dir}: adapters of rank {adapter.rank} on {meta['base']}.{author}")
+    return meta
 
 
 def placed(adapter: Adapter, cfg: MPTConfig) -> TrainConfig:

@@ -1,18 +1,25 @@
 """Finetuning jobs: each is done once, whatever is killed, or fails and says why in its events."""
 
+import io
+import itertools
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-from conftest import PATIENCE, ROOT, json_lines
+import torch
+from conftest import PATIENCE, ROOT, json_lines, refusal
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -35,12 +42,15 @@ from finetuning import (
     steps,
     upload,
 )
+from launches import Program
 from servers import KEY, Served, openai_client, wait_for
 
 from lifecycle import runlog
 from web import jobs, worker
 from web.jobs import Job
-from web.worker import Local, Worker, WorkerSettings, write_lines
+from web.settings import LINES_SHOWN, write_lines
+from web.worker import Local, Worker, WorkerSettings
+from weights import peft
 
 # --- Requests
 
@@ -71,7 +81,53 @@ def test_a_key_has_few_jobs_at_a_time(tmp_path):
     assert client.post(JOBS, json=body).status_code == 429
     created(other)
     client.post(f"{JOBS}/{job_ids[0]}/cancel")
-    assert client.post(JOBS, json=body).status_code == 200
+    client.post(f"{JOBS}/{job_ids[1]}/pause")
+    assert [client.post(JOBS, json=body).status_code for _ in range(3)] == [200, 200, 429]
+    assert client.post(f"{JOBS}/{job_ids[1]}/resume").status_code == 429
+    assert client.get(f"{JOBS}/{job_ids[1]}").json()["paused"]
+
+
+def test_events_are_read_page_by_page_from_the_end(tmp_path):
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    events = job.folder / "events.jsonl"
+    rows = [{"created_at": 1.0, "level": "info", "message": f"{n} é"} for n in range(300)]
+    rows[7]["message"] = "x" * jobs.TAIL_BYTES * 2  # longer than what is read at once
+    written = json_lines(*rows).encode()
+    events.write_bytes(written.replace(b"\n", b"\n{damaged\n", 9) + b'{"created_at": 1')
+    expected = [row["message"] for row in rows[::-1]]
+
+    for limit in (1, 7, 100):
+        found, after = [], ""
+        for _ in range(300 // limit + 1 if limit > 1 else 40):
+            page = client.get(f"{JOBS}/{job.id}/events?limit={limit}{after}").json()
+            found += page["data"]
+            after = f"&after={page['last_id']}"
+            assert page["has_more"] == (len(found) < 300)
+        assert [event["message"] for event in found] == expected[: len(found)]
+        assert len({event["id"] for event in found}) == len(found) >= min(300, 40 * limit)
+    assert client.get(f"{JOBS}/{job.id}/events?after=ftevent-x-1").status_code == 400
+
+    size = 20_000 * len(written)
+    with events.open("ab") as file:
+        file.truncate(size)  # a huge file, whose end alone is read
+        file.write(b"\n" + written)
+    begun = time.process_time()
+    page = client.get(f"{JOBS}/{job.id}/events?limit=5").json()
+    assert [event["message"] for event in page["data"]] == expected[:5] and page["has_more"]
+    assert time.process_time() - begun < 0.2
+
+
+def test_the_end_of_a_log(tmp_path):
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    assert client.get(f"{JOBS}/{job.id}/log").text == ""
+    job.log.write_text('File "/home/anna/secret/x.py"\nerror: \xff')
+    assert client.get(f"{JOBS}/{job.id}/log").text == 'File "x.py"\nerror: \xff'
+    job.log.write_text("".join(f"step {n}\n" for n in range(10**5)))
+    said = client.get(f"{JOBS}/{job.id}/log").text.splitlines()
+    assert said[-1] == "step 99999" and said == [f"step {n}" for n in range(10**5)][-len(said) :]
+    assert 1000 < len(said) < 10_000
 
 
 def method(**more):
@@ -268,7 +324,7 @@ def test_what_is_no_job_hides_no_job(tmp_path):
     assert client.get(f"{JOBS}/ftjob-{'1' * 24}").status_code == 404
     worker = worker_of(tmp_path)
     worker.look()
-    assert worker.paused.keys() <= {job_id}
+    assert worker.postponed.keys() <= {job_id}
 
 
 # --- A worker, in this process
@@ -326,6 +382,236 @@ def test_a_job_that_cannot_be_done_fails(tiny_run, tmp_path, what):
     said = messages(client, job_id)
     assert job["status"] == "failed" and job["error"]["message"] in said[-1]
     assert str(tmp_path / "jobs") not in said[-1]
+
+
+def test_a_job_rests_and_is_resumed(tmp_path):
+    """Paused, cancelled or failed, before a worker came and while it trains."""
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    sleeps = "import time\ntime.sleep(600)"
+    set_settings(tmp_path, job.id, sleeps)
+    worker = worker_of(tmp_path)
+
+    def ask(verb):
+        answer = client.post(f"{JOBS}/{job.id}/{verb}")
+        return answer.status_code, answer.json().get("status"), answer.json().get("paused")
+
+    def rests():
+        wait_for(lambda: worker.look() == 0)
+        assert not pids_left(job) and job.state()["status"] in jobs.AT_REST
+
+    assert ask("resume")[0] == 400  # it waits already
+    assert ask("pause") == (200, "queued", True) and ask("resume") == (200, "queued", False)
+    for verb, shown in (("pause", ("queued", True)), ("cancel", ("cancelled", False))):
+        assert ask(verb) == (200, *shown)
+        rests()
+        assert ask(verb) == (200, *shown) and worker.look() == 0
+        assert ask("resume") == (200, "queued", False)
+
+        assert worker.look() == 1 and ask("resume")[0] == 400
+        assert ask(verb) == (200, *shown)
+        assert ask("resume")[0] == 409 and pids_left(job)  # it trains still
+        rests()
+        assert ask("resume") == (200, "queued", False)
+
+    assert worker.look() == 1
+    ask("pause")
+    assert worker.leave() == 0  # no job that waits for another worker
+    rests()
+    assert ask("cancel") == (200, "cancelled", False)
+    rests()
+    assert job.state()["status"] == "cancelled" and ask("pause")[0] == 400
+    set_settings(tmp_path, job.id, "import os\nprint('error: x', flush=True)\nos._exit(2)")
+    for _ in range(2):
+        assert ask("resume") == (200, "queued", False)
+        failed = work(worker, client, job.id)
+        assert failed["status"] == "failed" and failed["error"]["message"] == "x"
+        assert ask("pause")[0] == ask("cancel")[0] == 400
+    said = messages(client, job.id)
+    assert sum("goes on" in message for message in said) == 4
+
+
+def killed_at(number, work) -> bool:
+    """Do something in a process that ends, as by kill -9, before its n-th change on disk."""
+    pid = os.fork()
+    if not pid:
+        left = [number]
+
+        def count(event, arguments):
+            changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+            changes |= event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+            left[0] -= changes
+            if not left[0]:
+                os._exit(9)
+
+        sys.addaudithook(count)
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("mark", ["pause", "cancel"])
+def test_a_server_is_killed_as_it_resumes_a_job(tmp_path, mark):
+    """The job is as before or as after, and the request can be sent again."""
+    client = client_of(tmp_path)
+    job = running(client, tmp_path, 10, 10)
+    path = f"{JOBS}/{job.id}"
+    worker = worker_of(tmp_path)
+    for number in itertools.count(1):
+        assert client.post(f"{path}/{mark}").status_code == 200
+        assert worker.look() == 0
+        resting = client.get(path).json()
+        is_killed = killed_at(number, partial(jobs.resume_job, job))
+        shown = client.get(path).json()
+        is_as_before = shown == resting
+        assert is_as_before or (shown["status"], shown["paused"]) == ("queued", False)
+        assert client.post(f"{path}/resume").status_code == (200 if is_as_before else 400)
+        assert status(client, job.id) == "queued" and not job.wants_rest
+        if not is_killed:
+            break
+    assert number > 3
+
+
+def test_a_server_is_killed_as_it_deletes_a_job(tmp_path):
+    """A job stays until its run is gone. What is left has no name, and goes an hour later."""
+    client = client_of(tmp_path)
+    for number in itertools.count(1):
+        job = running(client, tmp_path, 10, 10)
+        job.write_state(status="failed")
+        run_dir = job.run_dir
+        is_killed = killed_at(number, partial(jobs.delete_job, job))
+        assert run_dir.exists() <= job.folder.exists()
+        assert client.delete(f"{JOBS}/{job.id}").status_code in (200, 404)
+        assert not job.folder.exists() and not run_dir.exists()
+        if not is_killed:
+            break
+    assert number > 3
+    left = [tmp_path / "jobs/jobs" / name for name in os.listdir(tmp_path / "jobs/jobs")]
+    assert left
+    for path in left:
+        os.utime(path, (1e9, 1e9))
+    upload(client, lines(3))
+    assert os.listdir(tmp_path / "jobs/jobs") == []
+
+
+def test_a_job_that_took_too_long_is_resumed_by_a_worker_with_more_time(tmp_path):
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    set_settings(tmp_path, job.id, "import time\ntime.sleep(600)")
+    run_of(job, 10_000, 100)  # 5 s
+    for _ in range(2):
+        failed = work(worker_of(tmp_path, most_hours=4 / 3600), client, job.id)
+        assert "larger --most_hours" in failed["error"]["message"]
+        assert client.post(f"{JOBS}/{job.id}/resume").json()["error"] is None
+    worker = worker_of(tmp_path, most_hours=1)
+    assert worker.look() == worker.look() == 1 and status(client, job.id) == "running"
+    worker.leave()
+
+
+def test_jobs_and_models_are_deleted(tmp_path):
+    client = client_of(tmp_path)
+    failed, done, waiting = (running(client, tmp_path, 10, 10) for _ in range(3))
+    failed.write_state(status="failed")
+    done.write_state(status="succeeded")
+    folder = done.run_dir / "checkpoints/step-10"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").touch()
+    (folder / "meta.json").write_text(json.dumps(META))
+    waiting.write_state(status="queued")
+    shutil.copytree(folder, waiting.run_dir / "checkpoints/step-10")
+
+    def delete(path):
+        return client.delete(path).status_code
+
+    lock = failed.lock()  # its training has left it
+    assert delete(f"{JOBS}/{failed.id}") == 409 and failed.folder.exists()
+    os.close(lock)
+    assert delete(f"{JOBS}/{waiting.id}") == 400 and waiting.folder.exists()
+    assert delete(f"/v1/models/{waiting.run_dir.name}") == 400  # its worker will end it as done
+    assert delete(f"/v1/models/{done.run_dir.name}/checkpoints/step-10") == 400
+    assert delete("/v1/models/base") == 400 and delete("/v1/models/nothing") == 404
+    run_dir = done.run_dir
+    for job in (failed, done):
+        assert delete(f"{JOBS}/{job.id}") == 200 and delete(f"{JOBS}/{job.id}") == 404
+    assert not failed.run_dir.exists() and run_dir.exists()
+    assert delete(f"/v1/models/{run_dir.name}") == 200 and not run_dir.exists()
+    assert delete(f"/v1/models/{run_dir.name}") == 404
+    assert os.listdir(tmp_path / "jobs/jobs") == [waiting.id]
+    assert os.listdir(tmp_path / "jobs/models") == [waiting.run_dir.name]
+    client.post(f"{JOBS}/{waiting.id}/cancel")
+    worker = worker_of(tmp_path)
+    assert work(worker, client, waiting.id)["status"] == "succeeded"
+
+
+@pytest.mark.slow
+def test_auto_becomes_the_numbers_that_are_taken(tiny_run, tmp_path):
+    """Who asks for these numbers gets the same training. A preview has told them before."""
+    client = client_of(tmp_path, base=tiny_run)
+    worker = worker_of(tmp_path)
+    file_id = upload(client, lines(300))
+    body = {"model": "base", "training_file": file_id, "seed": 1}
+    told = client.post(f"{JOBS}/preview", json=body).json()
+
+    def begun(hyperparameters) -> tuple[dict, list[str]]:
+        """The job as it is shown once it has begun, and the settings of its training."""
+        asked = body | {"hyperparameters": hyperparameters}
+        job = Job(tmp_path / "jobs/jobs" / client.post(JOBS, json=asked).json()["id"])
+        worker.look()
+        shown = client.get(f"{JOBS}/{job.id}").json()
+        client.post(f"{JOBS}/{job.id}/cancel")
+        work(worker, client, job.id)
+        settings = job.settings.read_text().replace(job.id, "").replace(job.run_dir.name, "")
+        return shown, settings.splitlines()[1:]
+
+    automatic, settings = begun({"batch_size": "auto"})
+    taken = automatic["hyperparameters"]
+    assert taken == automatic["method"]["supervised"]["hyperparameters"]
+    assert all(type(value) in (int, float) for value in taken.values())
+    assert begun(taken)[1] == settings
+    some, _ = begun({"batch_size": 7})
+    assert some["hyperparameters"]["batch_size"] == 7
+    assert some["hyperparameters"]["learning_rate_multiplier"] == 1.0
+
+    assert told["hyperparameters"] == taken and f"max_steps = {told['steps']}" in settings
+    assert (told["examples"], told["held_out"], told["cut"], told["dropped"]) == (280, 20, 0, 0)
+
+
+@pytest.mark.slow
+def test_a_preview_of_a_job(tiny_run, tmp_path):
+    client = client_of(tmp_path, base=tiny_run)
+    here = os.listdir(tmp_path / "jobs/jobs")
+
+    def preview(rows, **more) -> tuple[int, dict]:
+        file_id = upload(client, json_lines(*rows).encode())
+        body = {"model": "base", "training_file": file_id} | more
+        answer = client.post(f"{JOBS}/preview", json=body)
+        assert os.listdir(tmp_path / "jobs/jobs") == here
+        return answer.status_code, answer.json()
+
+    def row(n_prompt, n_response) -> dict:
+        return {"prompt": "a" * n_prompt, "response": "b" * n_response}
+
+    rows = [row(2, n) for n in (1, 5, 2, 3)]
+    code, short = preview(rows, hyperparameters={"n_epochs": 3, "batch_size": 1})
+    assert code == 200, short
+    assert (short["examples"], short["held_out"], short["held_out_lines"]) == (3, 1, "line 4")
+    assert (short["tokens"], short["longest"]) == (4 + 8 + 5, 8) and short["minutes"] is None
+
+    rows[1:1] = [row(2, 40), row(30, 1)]
+    _, long = preview(rows)
+    counts = [long[name] for name in ("examples", "cut", "dropped", "longest", "row_tokens")]
+    assert counts == [4, 1, 1, 24, 24]
+    code, answer = preview([row(30, 1)] * 9)
+    assert code == 400 and "nothing to learn" in answer["error"]["message"]
+    assert preview(rows, model="other")[1]["error"]["param"] == "model"
+
+    run_of(Job(tmp_path / "jobs/jobs" / created(client)), 10, 10)  # it has taken 0.05 s a step
+    here = os.listdir(tmp_path / "jobs/jobs")
+    (made,) = (tmp_path / "jobs/models").iterdir()
+    settings = {"max_steps": 10, "global_batch_size": 2, "max_seq_len": 24}
+    (made / "config.json").write_text(json.dumps(settings))
+    _, again = preview(rows)
+    assert again["minutes"] == pytest.approx(again["steps"] * again["rows"] * 0.025 / 60)
 
 
 def test_only_the_seconds_of_steps_count(tmp_path):
@@ -397,7 +683,7 @@ def test_a_removed_folder_ends_its_training(tmp_path):
     shutil.rmtree(tmp_path / "jobs/jobs" / job_id)
     worker.look()
     process.wait(PATIENCE)
-    worker.paused.clear()
+    worker.postponed.clear()
     assert worker.look() == 0  # there is room for another job
 
 
@@ -428,7 +714,7 @@ def test_the_first_line_is_learned_and_those_held_out_are_named(tiny_run, tmp_pa
     given = content.splitlines()
     numbers = [given.index(row) + 1 for row in rows[::val_every]]
     assert sorted(rows) == sorted(given[1:]) and 2 not in numbers
-    if len(numbers) <= worker.LINES_SHOWN:
+    if len(numbers) <= LINES_SHOWN:
         assert words.partition(" ")[2] == ", ".join(map(str, numbers))
     else:
         assert words.endswith(f", ..., {numbers[-1]}")
@@ -527,6 +813,40 @@ def test_the_story(place):
 
 
 @pytest.mark.slow
+def test_the_commands_of_the_pages(tiny_run, tmp_path, monkeypatch):
+    shutil.copytree(tiny_run, tmp_path / "runs/demo")
+    (tmp_path / "keys.txt").write_text(KEY)
+    pages = [(ROOT / "web" / name).read_text() for name in ("README.md", "finetuning.md")]
+    blocks = re.findall(r"```sh\n(.*?)```", "".join(pages), re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in whole_lines("".join(blocks))]
+    (curl,) = (words for words in commands if words[0] == "curl")
+    commands.remove(curl)
+    for _, *words in commands:
+        if words[:2] == ["serve.py", "runs/demo"]:
+            server = Served(tmp_path, *words[2:], model="runs/demo")
+            asked = [word.replace(":8000", f":{server.port}") for word in curl]
+            if "--keys=keys.txt" not in words:
+                done = subprocess.run(asked, capture_output=True, text=True)
+                assert json.loads(done.stdout)["choices"], done
+            assert server.stop() == 0
+        elif "--slurm" in words:
+            with monkeypatch.context() as here:
+                here.setenv("PATH", "")
+                here.chdir(tmp_path)
+                assert "no sbatch here" in refusal(worker.main, words[2:])  # nothing else is wrong
+        else:
+            assert words[:2] == ["-m", "web.worker"]
+            ended = Program(worker.main, [*words[2:], "--once"], tmp_path, tmp_path / "worker.log")
+            assert ended.wait(PATIENCE) == 0
+    assert len(commands) == 7
+
+
+def whole_lines(text) -> list[str]:
+    """The lines of a script; one that begins with a blank belongs to the one before."""
+    return text.replace("\n  ", " ").splitlines()
+
+
+@pytest.mark.slow
 def test_kill_9_in_the_middle(place, tmp_path):
     """A worker's death does not end its training, and nobody starts it twice."""
     other = worker_of(tmp_path)
@@ -549,6 +869,97 @@ def test_kill_9_in_the_middle(place, tmp_path):
     wait_for(lambda: other.look() == 0 and status(place.client, job.id) == "succeeded")
     assert len(starts(job)) == 2
     assert sum("restarted" in message for message in messages(place.client, job.id)) == 1
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_on_paused_resumed_downloaded_and_deleted(place):
+    server = Served(place.folder, "--jobs=jobs", "--rows=4")
+    client = openai_client(server)
+    place.worker()
+    file_id = upload(place.client, lines(60))
+
+    def train(model, **hyperparameters):
+        form = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+        return client.fine_tuning.jobs.create(model=model, training_file=file_id, method=form)
+
+    def ended(made) -> Job:
+        job = Job(place.folder / "jobs/jobs" / made.id)
+        wait_for(lambda: client.fine_tuning.jobs.retrieve(made.id).status == "succeeded")
+        return job
+
+    def held_out(job) -> list[float]:
+        return [row["val_loss"] for row in runlog.read(job.run_dir) if "val_loss" in row]
+
+    first = ended(train("run", n_epochs=4, learning_rate_multiplier=5.0))
+    name = client.fine_tuning.jobs.retrieve(first.id).fine_tuned_model
+    early = client.fine_tuning.jobs.checkpoints.list(first.id).data[-1]
+    second = ended(train(name, n_epochs=1))
+    third = ended(train(early.fine_tuned_model_checkpoint, n_epochs=1))
+    assert held_out(second)[0] == pytest.approx(held_out(first)[-1], rel=1e-4)
+    assert held_out(third)[0] == pytest.approx(early.metrics.full_valid_loss, rel=1e-4)
+    assert starts(second) == starts(third) == [0]
+
+    long = Job(place.folder / "jobs/jobs" / train(name, n_epochs=50, batch_size=1).id)
+    wait_for(lambda: steps(long) >= 1)
+    assert client.fine_tuning.jobs.pause(long.id).paused
+    wait_for(lambda: long.state()["status"] == "paused")
+    assert not pids_left(long)
+    resumed = client.fine_tuning.jobs.resume(long.id)
+    assert resumed.status == "queued" and not resumed.paused
+    wait_for(lambda: len(starts(long)) == 2)
+    assert starts(long)[1] > 0  # not that of the model it began with
+    client.fine_tuning.jobs.cancel(long.id)
+    assert client.fine_tuning.jobs.retrieve(long.id).hyperparameters.n_epochs == 50
+    assert "resuming from" in server.request("GET", f"{JOBS}/{long.id}/log")[2]
+
+    _, headers, _ = server.request("GET", f"/api/adapters/{name}/checkpoints/step-1")
+    assert headers["content-type"] == "application/json"  # 404, as there is none
+    address = f"http://127.0.0.1:{server.port}/api/adapters/{name}"
+    with urllib.request.urlopen(address) as answer:
+        zipfile.ZipFile(io.BytesIO(answer.read())).extractall(place.folder)
+    adapter, trained = peft.read(place.folder / name), peft.adapter_at(first.run_dir)
+    assert adapter.base == "run" and adapter.scale == trained.scale
+    assert all(torch.equal(adapter.tensors[key], x) for key, x in trained.tensors.items())
+    assert server.request("GET", "/api/adapters/run")[0] == 404
+
+    page = (ROOT / "web/finetuning.md").read_text()
+    _, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    known = {"client": client, "job": client.fine_tuning.jobs.retrieve(first.id)}
+    known["upload"] = client.files.retrieve(file_id)
+    for line in block.splitlines():
+        exec(line, known)
+        if "pause" in line:  # else its worker may be at it
+            wait_for(
+                lambda: Job(long.folder.parent / known["more"].id).state()["status"] == "paused"
+            )
+    assert client.fine_tuning.jobs.retrieve(known["more"].id).status == "cancelled"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model=name, prompt="x")
+    assert name not in {model.id for model in client.models.list()}
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["pause", "cancel"])
+def test_kill_9_of_the_worker_that_puts_a_job_to_rest(place, verb):
+    """The next worker does so, and the job goes on where it was, once."""
+    job = place.create(hyperparameters={"n_epochs": 20, "batch_size": 1})
+    worker = place.worker()
+    wait_for(lambda: steps(job) >= 2)
+    (training,) = pids_left(job)
+    os.kill(training, signal.SIGSTOP)  # so it cannot end yet
+    assert place.client.post(f"{JOBS}/{job.id}/{verb}").status_code == 200
+    worker.kill()
+    worker.wait()
+    assert place.client.post(f"{JOBS}/{job.id}/resume").status_code == 409
+    assert place.client.delete(f"{JOBS}/{job.id}").status_code == 409
+    place.worker()
+    os.kill(training, signal.SIGCONT)
+    wait_for(lambda: job.state()["status"] in ("paused", "cancelled"))
+    assert not pids_left(job) and len(starts(job)) == 1
+    assert place.client.post(f"{JOBS}/{job.id}/resume").json()["status"] == "queued"
+    wait_for(lambda: status(place.client, job.id) == "succeeded")
+    assert len(starts(job)) == 2 and starts(job)[1] > 0
 
 
 @pytest.mark.slow

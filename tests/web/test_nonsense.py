@@ -48,11 +48,14 @@ POSTS = {
         {"model": "run", "training_file": "FILE", "method": METHOD, "validation_file": "FILE"},
         {"model": "run", "training_file": "FILE", "hyperparameters": {"n_epochs": "auto"}},
     ],
-    "/v1/fine_tuning/jobs/JOB/cancel": [{"a": 1}],
+    "/v1/fine_tuning/jobs/preview": [{"model": "run", "training_file": "none"}],
+    **{f"/v1/fine_tuning/jobs/JOB/{verb}": [{"a": 1}] for verb in ("cancel", "pause", "resume")},
 }
 GETS = ["/v1/models", "/v1/models/anna", "/health", "/metrics", "/openapi.json"]
 GETS += ["/v1/files", "/v1/files/FILE", "/v1/files/FILE/content", "/v1/files?limit=2&after=FILE"]
 GETS += [f"/v1/fine_tuning/jobs{end}" for end in ("", "/JOB", "/JOB/events", "/JOB/checkpoints")]
+GETS += ["/v1/fine_tuning/jobs/JOB/log", "/v1/fine_tuning/jobs/JOB/events?after=JOB&limit=2"]
+GETS += ["/api/adapters/anna", "/api/adapters/run"]
 UPLOAD = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--x\r\n'
     b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'

@@ -145,9 +145,9 @@ def test_every_file_of_the_page_is_reachable_and_no_other_one(viewer):
         imported = re.findall(r'from "\./([\w.]+)"', text)
         assert {f"/static/{name}" for name in imported} <= on_disk
 
-    outside = ["../page.py", "..%2fpage.py", "%2e%2e/page.py", "..%5cpage.py", "./../page.py"]
+    outside = ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "..%5capp.py", "./../app.py"]
     outside += ["", ".", "..", "//etc/passwd", "%2fetc%2fpasswd", "index.html%00", "nothing.js"]
-    outside += ["style.css/", "../static/style.css%2f..%2f..%2fpage.py", "x" * 5000]
+    outside += ["style.css/", "../static/style.css%2f..%2f..%2fapp.py", "x" * 5000]
     for name in outside:
         status, _, text = viewer.request("GET", f"/static/{name}", key=None)
         assert status == 404 and "error" in json.loads(text), name

@@ -250,6 +250,11 @@ def test_json_that_a_schema_describes(client, served):
         ).choices[0]
         if answer.finish_reason == "stop":
             assert set(json.loads(answer.message.content)) == {"age", "ok"}
+    is_cut = CHAT | {"response_format": form, "max_tokens": 5}
+    _, answer = served.post("/v1/chat/completions", is_cut)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    _, _, stream = served.request("POST", "/v1/chat/completions", is_cut | {"stream": True})
+    assert '"length"' in stream
     digits = client.completions.create(
         model="run", prompt="x", max_tokens=9, extra_body={"guided_regex": "[0-9]{3}"}
     )
