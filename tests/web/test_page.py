@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from servers import ASK, CHAT, KEY, Served
 
 pytest.importorskip("fastapi")
 
-from finetuning import Place, lines  # noqa: E402
+from finetuning import Place, lines, set_settings  # noqa: E402
 
 from config import MPTConfig, TrainConfig  # noqa: E402
 from weights import card  # noqa: E402
@@ -137,13 +138,12 @@ def test_every_file_of_the_page_is_reachable_and_no_other_one(viewer):
     loaded.feed(viewer.request("GET", "/", key=None)[2])
     wanted = {address for address in loaded.names if not address.startswith("data:")}
     on_disk = {f"/static/{path.name}" for path in (ROOT / "web" / "static").iterdir()}
-    assert wanted == on_disk - {"/static/index.html"}
     for address in on_disk:
         status, headers, text = viewer.request("GET", address, key=None)
         assert status == 200 and headers["content-type"].startswith("text/")
         assert headers["x-content-type-options"] == "nosniff"
-        imported = re.findall(r'from "\./([\w.]+)"', text)
-        assert {f"/static/{name}" for name in imported} <= on_disk
+        wanted |= {f"/static/{name}" for name in re.findall(r'from "\./([\w.]+)"', text)}
+    assert wanted == on_disk - {"/static/index.html"}
 
     outside = ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "..%5capp.py", "./../app.py"]
     outside += ["", ".", "..", "//etc/passwd", "%2fetc%2fpasswd", "index.html%00", "nothing.js"]
@@ -186,12 +186,18 @@ class Visit:
         self.said = []
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.said.append(f"dialog: {dialog.message}"))
+        self.page.on("dialog", self.answer)
 
     def open(self, view):
         """Go to a view of the page."""
         self.page.goto(f"{self.url}/#{view}")
         return self.page
+
+    def answer(self, dialog) -> None:
+        """Answer yes if the page asks whether something is to be deleted."""
+        if not dialog.message.startswith("Delete "):
+            self.said.append(f"dialog: {dialog.message}")
+        dialog.accept()
 
     def errors(self) -> list[str]:
         """What the console said, without the answers of the server that a test provokes."""
@@ -407,6 +413,96 @@ def test_the_whole_story(browser, place, tmp_path):
     visit.open("evaluation").locator("#evaluation-status").wait_for()
     assert visit.errors() == [] and page.title().startswith("Evaluation")
     look_at_all(browser, server, f"runs?run=base&run=jobs/{made}", tmp_path)
+    server.process.kill()
+
+
+def in_list(page, number=0):
+    """A job in the list, the newest first."""
+    return page.locator("#job-list > li").nth(number)
+
+
+@pytest.mark.slow
+def test_from_wrong_lines_to_a_deleted_job(browser, place, tmp_path):
+    """Lines are mended in the page, a job is previewed, tried at a checkpoint, and deleted."""
+    server = Served(tmp_path, "--jobs=jobs", "--rows=4", "--precision=fp32")
+    place.worker()
+    visit = Visit(browser, server.port)
+    page = visit.open("jobs")
+    good = lines(60).splitlines(keepends=True)
+    choose_file(page, b"".join([*good[:6], b'{"prompt": "a" "response": "b"}\n', *good[7:]]))
+    page.get_by_text("1 line cannot be used").wait_for()
+    assert "not JSON" in page.locator("#upload-lines td").last.inner_text()
+    assert page.locator("#upload-lines mark").inner_text() == '"'
+    page.get_by_role("button", name="Mend 7").click()
+    page.keyboard.type(good[6].decode().strip())
+    page.get_by_role("button", name="Upload these lines").click()
+    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+    file_id = page.locator("#training-file").input_value()
+    assert server.request("GET", f"/v1/files/{file_id}/content")[2].encode() == b"".join(good)
+
+    page.get_by_text("More settings").click()
+    page.get_by_label("Held-out examples").select_option(file_id)
+    page.get_by_label("Examples in a batch").fill("16")
+    page.get_by_label("Seed", exact=True).last.fill("7")
+    page.get_by_label("Epochs").fill("20")
+    page.get_by_role("button", name="Preview").click()
+    page.get_by_text("60 examples to learn, 60 held out").wait_for()
+    page.get_by_role("button", name="Start the job").click()
+    job = in_list(page)
+    job.get_by_text("finished", exact=True).wait_for()
+    (made,) = json.loads(server.request("GET", "/v1/fine_tuning/jobs")[2])["data"]
+    assert made["seed"] == 7 and made["validation_file"] == file_id
+    assert made["hyperparameters"]["batch_size"] == 16
+
+    star = job.get_by_role("row", name="★")
+    step = star.get_by_role("button").inner_text().removeprefix("Try step ")
+    star.get_by_role("button").click()
+    page.locator("#model-b option").nth(1).wait_for(state="attached")
+    page.get_by_label("Prompt", exact=True).and_(page.locator(":visible")).wait_for()
+    assert page.locator("#prompt").input_value() == "0 "
+    chosen = page.locator("#model-a option:checked")
+    chosen.get_by_text(made["fine_tuned_model"]).wait_for(state="attached")
+    assert chosen.inner_text().partition("/")[2] in ("", f"checkpoints/step-{step}")
+
+    visit.open("jobs")
+    with page.expect_download() as download:
+        job.get_by_role("button", name="Download the adapter").click()
+    assert zipfile.is_zipfile(download.value.path())
+    job.get_by_role("button", name="Delete the model").click()
+    job.get_by_role("button", name="Try it").wait_for(state="hidden")
+    assert made["fine_tuned_model"] not in server.request("GET", "/v1/models")[2]
+    job.get_by_role("button", name="Delete the job").click()
+    page.get_by_text("There is no job yet.").wait_for()
+    page.get_by_role("button", name="Delete this file").click()
+    page.locator("#training-file option", has_text="upload a file first").wait_for(state="attached")
+    assert json.loads(server.request("GET", "/v1/files")[2])["data"] == []
+    assert visit.errors() == []
+    server.process.kill()
+
+
+@pytest.mark.slow
+def test_a_job_is_paused_resumed_and_fails_with_its_log(browser, place, tmp_path):
+    server = Served(tmp_path, "--jobs=jobs", "--rows=4", "--precision=fp32")
+    place.worker()
+    visit = Visit(browser, server.port)
+    page = visit.open("jobs")
+    choose_file(page, lines(20))
+    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+    start_job(page, "long", 50)
+    job = in_list(page)
+    job.get_by_role("button", name="Pause").click()
+    job.get_by_text("paused", exact=True).wait_for()
+    assert job.get_by_role("button", name="Pause").is_hidden()
+    job.get_by_role("button", name="Resume").click()
+    job.get_by_text("running", exact=True).wait_for()
+    job.get_by_role("button", name="Cancel").click()
+    job.get_by_text("cancelled", exact=True).wait_for()
+    (name,) = (folder.name for folder in (tmp_path / "jobs/jobs").glob("ftjob-*"))
+    set_settings(tmp_path, name, "print('error: nonsense', flush=True)\nraise SystemExit(2)\n")
+    job.get_by_role("button", name="Resume").click()
+    job.get_by_text("failed", exact=True).wait_for()
+    job.get_by_role("region", name="Output").get_by_text("nonsense").first.wait_for()
+    assert visit.errors() == []
     server.process.kill()
 
 

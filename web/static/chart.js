@@ -7,7 +7,7 @@
 import { el, svg } from "./dom.js";
 import { number, whole } from "./format.js";
 
-export const COLORS = 8; // --series-0 to --series-7 in style.css; then the same ones, dashed
+export const COLORS = 8; // the classes series-0 to series-7 of style.css; then the same ones, dashed
 const MARGIN = { top: 14, right: 28, bottom: 34, left: 58 };
 const MOST_BANDS = 6; // more of them hide each other
 const MOST_IN_TIP = 10;

@@ -21,8 +21,7 @@ const models = new Poll(3000, loadModels);
 
 export function start(about) {
   if (matchMedia("(max-width: 760px)").matches) byId("sampling").open = false;
-  byId("kind-text").onchange = showKind;
-  byId("kind-chat").onchange = showKind;
+  byId("kind").onchange = showKind;
   byId("ask").onsubmit = (event) => {
     event.preventDefault();
     ask();
@@ -46,6 +45,9 @@ export function show(parameters) {
   if (parameters.has("kind")) {
     setKind(parameters.get("kind"));
     byId("structure").open = false; // so no schema of before is sent
+  }
+  for (const id of ["prompt", "system"]) {
+    if (parameters.has(id)) byId(id).value = parameters.get(id);
   }
   for (const [id, name] of [["model-a", "model"], ["model-b", "beside"]]) {
     if (parameters.has(name)) wanted[id] = parameters.get(name);
@@ -81,10 +83,10 @@ function fillBeside() {
   fillSelect(byId("model-b"), [["", "none"], ...others.map((name) => [name, name])]);
 }
 
-const isChat = () => byId("kind-chat").checked;
+const isChat = () => byId("kind").value === "chat";
 
 function setKind(kind) {
-  byId(kind === "chat" ? "kind-chat" : "kind-text").checked = true;
+  byId("kind").value = kind;
   showKind();
 }
 
