@@ -181,7 +181,7 @@ class Visit:
         if key:
             self.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{key}')")
         self.page = self.context.new_page()
-        self.page.set_default_timeout(MS)
+        self.page.set_default_timeout(40000)
         self.url = f"http://127.0.0.1:{port}"
         self.said = []
         self.page.on("console", lambda message: self.said.append(message.text))
@@ -273,6 +273,43 @@ def test_the_legend_has_the_value_of_the_last_step(browser, viewer, runs):
     assert row.locator("td.loss").inner_text() == "9.5"
 
 
+def ticks_of_steps(page) -> list[int]:
+    """The numbers below a chart."""
+    texts = page.locator("#run-chart .tick.middle").all_text_contents()
+    return [int(text.replace(",", "")) for text in texts]
+
+
+@pytest.mark.slow
+def test_the_newest_run_is_chosen_and_its_chart_zooms(browser, viewer, runs):
+    """With the mouse and by keyboard, over steps or tokens; the tip has the validation loss."""
+    path = runs / "long" / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 5001, "val_loss": 4.625}) + "\n")
+    visit = Visit(browser, viewer.port)
+    page = visit.open("runs")
+    page.get_by_label("Choose long").and_(page.locator(":checked")).wait_for()
+    page.locator("#run-chart polyline").wait_for(state="attached")
+    plot = page.locator("#run-chart .plot")
+    assert ticks_of_steps(page)[-1] >= 4000
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 90)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 90, steps=3)
+    page.mouse.up()
+    page.locator("#run-chart .tick.middle", has_text="2,500").wait_for(state="attached")
+    assert 1000 < ticks_of_steps(page)[0] <= ticks_of_steps(page)[-1] < 4000
+    plot.focus()
+    page.keyboard.press("Escape")
+    page.locator("#run-chart .tick.middle", has_text="5,000").wait_for(state="attached")
+    page.keyboard.press("ArrowLeft")
+    page.locator("#run-chart .tip", has_text="(validation 4.625)").wait_for()
+    page.get_by_label("Axis").select_option("tokens")
+    page.locator("#run-chart .tick.end", has_text="tokens").wait_for(state="attached")
+    page.wait_for_function("""() => [...document.querySelectorAll('#run-chart .tick.middle')]
+        .some((tick) => tick.textContent.length > 6)""")
+    assert visit.errors() == []
+
+
 @pytest.mark.slow
 def test_jobs_without_a_worker(browser, tiny_run, tmp_path):
     """A double click starts one job, all jobs are shown, and the page says how to start a worker.
@@ -305,6 +342,8 @@ def test_jobs_without_a_worker(browser, tiny_run, tmp_path):
         (folder / name / "state.json").write_text(ENDED)
     page.reload()
     page.locator("#job-list > li").nth(250).wait_for()
+    model = json.loads((made / "job.json").read_text())["fine_tuned_model"]
+    (tmp_path / "my jobs/models" / model).mkdir()
     (folder / made.name / "state.json").write_text(ENDED)
     page.locator("#job-list > li").first.get_by_role("button", name="Try it").wait_for()
 
@@ -371,7 +410,7 @@ def test_the_whole_story(browser, place, tmp_path):
     examples = lines(60).splitlines(keepends=True)
     choose_file(page, b"".join([*examples[:6], b'{"prompt": "' + HOSTILE.encode(), *examples[7:]]))
     page.get_by_text("1 line cannot be used").wait_for()
-    assert page.locator("#upload-lines tbody tr").inner_text().startswith("7")
+    assert page.locator("#upload-lines tbody tr").inner_text().startswith("Mend 7")
     choose_file(page, b"".join(examples))
     page.get_by_text("pairs.jsonl is uploaded").wait_for()
 
@@ -486,10 +525,13 @@ def test_a_job_is_paused_resumed_and_fails_with_its_log(browser, place, tmp_path
     place.worker()
     visit = Visit(browser, server.port)
     page = visit.open("jobs")
-    choose_file(page, lines(20))
+    choose_file(page, lines(60))
     page.get_by_text("pairs.jsonl is uploaded").wait_for()
+    page.get_by_text("More settings").click()
+    page.get_by_label("Examples in a batch").fill("1")  # minutes
     start_job(page, "long", 50)
     job = in_list(page)
+    job.locator("polyline").wait_for(state="attached")
     job.get_by_role("button", name="Pause").click()
     job.get_by_text("paused", exact=True).wait_for()
     assert job.get_by_role("button", name="Pause").is_hidden()

@@ -17,13 +17,12 @@ const HEADS = [
   ["updated", "Updated"],
 ];
 const MOST_AT_ONCE = 20; // curves
-const END = 12; // letters of a name that are always shown
-const MOST_ABREAST = 3; // runs, as columns of the table of settings; more of them are its rows
 
 const rows = new Map(); // a run's name -> {run, node, cells, box, note}: its line in the list
 const chosen = new Map(); // a run's name -> {name, color, curve, about, problem, node}
 let order = { by: "updated", isDown: true };
 let chart = null;
+let isFirst = true; // is the list still to be read?
 let drawn = ""; // which runs the table of differences shows
 
 const list = new Poll(LIST_MS, loadList);
@@ -43,6 +42,7 @@ export function start() {
   byId("column").onchange = reloadCurves;
   byId("smoothing").oninput = draw;
   byId("log").onchange = draw;
+  byId("axis").onchange = draw;
   draw();
 }
 
@@ -82,6 +82,9 @@ async function loadList() {
   }
   if (isNew) sort();
   filter();
+  const [newest] = runs.filter(({ state }) => state !== "damaged" && state !== "empty");
+  if (isFirst && newest && !chosen.size) choose(newest.name);
+  isFirst = false;
 }
 
 function newRow(name) {
@@ -93,20 +96,12 @@ function newRow(name) {
   const cells = HEADS.map(([by]) => el("td", { class: by }));
   const node = el("tr", {}, el("td", {}, box), ...cells);
   cells[0].onclick = () => box.click();
-  cells[0].title = name;
-  cells[0].append(cutName(name));
+  cells[0].append(name);
   const reason = el("div");
   const note = el("tr", { class: "note" }, el("td"), el("td", { colspan: HEADS.length }, reason));
   const row = { node, cells, box, note, reason, run: { name } };
   rows.set(name, row);
   return row;
-}
-
-// A name of which style.css cuts the middle: runs of a sweep differ in their ends.
-function cutName(name) {
-  const letters = Array.from(name);
-  const head = el("span", { class: "head" }, letters.slice(0, -END).join(""));
-  return el("div", { class: "cut" }, head, el("span", {}, letters.slice(-END).join("")));
 }
 
 function fillRow({ node, cells, reason, run }) {
@@ -214,8 +209,11 @@ function legendOf(one) {
     "aria-label": `Remove ${one.name}`,
     onclick: () => drop(one.name),
   }, "×");
-  const name = el("div", { class: "name", title: one.name }, cutName(one.name));
-  return el("li", {}, el("span", { class: `swatch ${colorOf(one)}` }), name, state, card, away);
+  const name = el("div", { class: "name" }, one.name);
+  const job = el("a", { href: `#jobs?${new URLSearchParams({ run: one.name })}` }, "Job");
+  const link = one.name.startsWith("jobs/") ? [job] : [];
+  const swatch = el("span", { class: `swatch ${colorOf(one)}` });
+  return el("li", {}, swatch, name, state, link, card, away);
 }
 
 async function saveCard(one) {
@@ -261,24 +259,7 @@ async function followCurves() {
     if (!curve || !run) return false;
     return run.state === "running" || (run.state !== "damaged" && curve.last < run.step);
   });
-  await Promise.all(growing.map(follow));
-  if (growing.length) draw();
-}
-
-async function follow(one) {
-  const before = one.curve;
-  const path = `/api/runs/${quoted(one.name)}/curve?column=${before.column}&points=${POINTS}`;
-  const more = await getJSON(`${path}&after=${before.last}`);
-  if (one.curve !== before) return;
-  if (more.last < before.last || before.x.length > 3 * POINTS) return loadCurve(one);
-  for (const list of ["x", "low", "mean", "high"]) before[list].push(...more[list]);
-  before.val.x.push(...more.val.x);
-  before.val.y.push(...more.val.y);
-  const known = new Set(before.restarts.map(({ x, label }) => `${x} ${label}`));
-  before.restarts.push(...more.restarts.filter(({ x, label }) => !known.has(`${x} ${label}`)));
-  Object.assign(before, { last: more.last, value: more.value });
-  one.problem = more.problem;
-  sayState(one);
+  await Promise.all(growing.map(loadCurve));
 }
 
 // The last value, or what is wrong.
@@ -292,12 +273,24 @@ function sayState(one) {
 
 function draw() {
   const loaded = [...chosen.values()].filter(({ curve }) => curve);
-  const series = loaded.map(({ name, color, curve }) => ({ name, color, ...curve }));
+  const xLabel = byId("axis").value;
+  const series = loaded.map((one) => seriesOf(one, xLabel)).filter(Boolean);
   const smoothing = Number(byId("smoothing").value);
-  chart.show(series, { log: byId("log").checked, smoothing });
-  const rings = series.some(({ val }) => val.x.length) ? "Rings: validation losses." : "";
-  say(byId("run-hint"), chosen.size ? rings : "Choose one run or several to see their curves.");
+  chart.show(series, { log: byId("log").checked, smoothing, xLabel });
+  const rings = series.some(({ val }) => val.x.length) ? "Rings: validation losses. " : "";
+  const hint = `${rings}Drag over steps, or press + and -, to zoom; Escape shows all.`;
+  say(byId("run-hint"), chosen.size ? hint : "Choose one run or several to see their curves.");
   showDifferences();
+}
+
+// A curve as the chart draws it, over steps or tokens; null if the tokens are not known (yet).
+function seriesOf({ name, color, curve, about }, xLabel) {
+  const { global_batch_size: rows, max_seq_len: length } = about?.settings ?? {};
+  const scale = xLabel === "tokens" ? rows * length : 1;
+  if (!(scale > 0)) return null;
+  const val = { x: curve.val.x.map((step) => step * scale), y: curve.val.y };
+  const restarts = curve.restarts.map(({ x, label }) => ({ x: x * scale, label }));
+  return { name, color, ...curve, x: curve.x.map((step) => step * scale), val, restarts };
 }
 
 // --- Settings
@@ -308,7 +301,7 @@ async function loadAbout(one) {
   } catch (error) {
     one.about = { settings: {}, launches: [], problem: error.message };
   }
-  showDifferences();
+  draw();
 }
 
 // A table of the settings in which the chosen runs differ; of a single run all of them.
@@ -336,10 +329,7 @@ function showDifferences() {
     return place.replaceChildren(el("p", { class: "hint" }, "These runs have the same settings."));
   }
   const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": title };
-  const isTurned = known.length > MOST_ABREAST;
-  const all = [[isTurned ? "Run" : "Setting", ...runNames], ...lines];
-  const [heads, ...cells] = isTurned ? all[0].map((_, i) => all.map((line) => line[i])) : all;
-  const made = el("div", region, table("", heads, cells));
+  const made = el("div", region, table("", ["Setting", ...runNames], lines));
   place.replaceChildren(el("details", { open: !single }, el("summary", {}, title), made));
 }
 
