@@ -25,7 +25,7 @@ from config import MPTConfig, TrainConfig  # noqa: E402
 from weights import card  # noqa: E402
 
 MS = 1000 * PATIENCE
-LOOKS = [((1280, 860), "light"), ((390, 844), "dark")]  # a size, a theme
+LOOKS = [((1280, 860), "light"), ((320, 640), "dark")]  # a size, a theme
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]  # as in a container
 
 
@@ -232,7 +232,9 @@ def test_a_viewer_asks_for_the_key_and_shows_names_as_text(browser, viewer):
     page.get_by_label("Filter").first.fill("team second")
     page.get_by_text("1 of 7 runs").wait_for()
     for view, needs in (("playground", "model"), ("jobs", "jobs")):
-        visit.open(view).locator(f"#no-{needs}").get_by_text("python serve.py").wait_for()
+        visit.open(view).locator("#missing", has_text=f"no {needs}").get_by_text(
+            "python serve.py"
+        ).wait_for()
     assert visit.errors() == []
 
 
@@ -447,7 +449,7 @@ def test_the_whole_story(browser, place, tmp_path):
     page.locator("#run-chart polyline").nth(1).wait_for(state="attached")
     page.get_by_role("cell", name="lora_rank", exact=True).wait_for()
     with page.expect_download() as download:
-        page.get_by_role("button", name="Model card").last.click()
+        page.locator("#legend li", has_text=made).get_by_role("button", name="Model card").click()
     assert made in Path(download.value.path()).read_text()
     visit.open("evaluation").locator("#evaluation-status").wait_for()
     assert visit.errors() == [] and page.title().startswith("Evaluation")

@@ -33,7 +33,8 @@ export function start(about) {
   byId("stop").onclick = () => controller?.abort();
   byId("clear").onclick = clear;
   byId("curl").onclick = copyAsCurl;
-  byId("schema").oninput = () => schemaOf();
+  byId("schema").oninput = schemaOf;
+  byId("structure").ontoggle = schemaOf;
   byId("schema-example").onclick = () => {
     byId("schema").value = JSON.stringify(EXAMPLE, null, 2);
     schemaOf();
@@ -109,29 +110,20 @@ function clear() {
   say(byId("ask-status"), "");
 }
 
-// The schema as an object; null for none, or if its section is closed; undefined if it is wrong.
+// The schema as an object; null for none, if its section is closed, or if it is wrong: then the form
+// cannot be sent, and the browser says why.
 function schemaOf() {
-  const text = byId("structure").open ? byId("schema").value.trim() : "";
-  const problem = byId("schema-problem");
-  let schema = null;
-  let wrong = "";
+  const field = byId("schema");
+  const text = byId("structure").open ? field.value.trim() : "";
+  field.setCustomValidity("");
   try {
-    if (text) schema = JSON.parse(text);
-    if (text && (typeof schema !== "object" || schema === null)) wrong = "A schema is an object.";
+    const schema = text ? JSON.parse(text) : null;
+    if (typeof schema === "object") return schema;
+    field.setCustomValidity("A schema is an object.");
   } catch (error) {
-    wrong = `This is not JSON yet: ${error.message}`;
+    field.setCustomValidity(`This is not JSON yet: ${error.message}`);
   }
-  say(problem, wrong);
-  byId("schema").setAttribute("aria-invalid", String(Boolean(wrong)));
-  return wrong ? undefined : schema;
-}
-
-// Is there a schema that cannot be sent? Says so.
-function isSchemaWrong() {
-  if (schemaOf() !== undefined) return false;
-  byId("schema").focus();
-  say(byId("ask-status"), "The JSON schema is not valid: mend it, or close its section.");
-  return true;
+  return null;
 }
 
 // A request's body. messages: the conversation, its last message included; null: no chat.
@@ -166,7 +158,7 @@ function requestOf(model, column) {
 }
 
 async function ask() {
-  if (controller || isSchemaWrong()) return;
+  if (controller) return;
   const asked = chosenModels();
   const prompt = byId("prompt").value;
   if (isChat() && !prompt.trim()) return say(byId("ask-status"), "Write a message first.");
@@ -259,28 +251,19 @@ function takeIn(chunk, counted) {
   counted.tokens = chunk.usage?.completion_tokens ?? counted.tokens;
 }
 
-function summary({ text, tokens, reason }, seconds, body) {
+function summary({ tokens, reason }, seconds, body) {
   const parts = [`${seconds.toFixed(1)} s`];
   if (tokens !== null) {
     parts.unshift(plural(tokens, "token"));
     parts.push(`${number(tokens / seconds)} tokens/s`);
   }
   if (reason === "length") parts.push(`stopped at the limit of ${whole(tokens)} new tokens`);
-  if (body.response_format) parts.push(isJSON(text) ? "valid JSON" : "not complete JSON");
+  if (body.response_format) parts.push(reason === "stop" ? "valid JSON" : "not complete JSON");
   return parts.join(" · ");
 }
 
-function isJSON(text) {
-  try {
-    JSON.parse(text);
-    return true;
-  } catch {
-    return false;
-  }
-}
-
 async function copyAsCurl() {
-  if (isSchemaWrong()) return;
+  if (!byId("ask").reportValidity()) return;
   const body = requestOf(byId("model-a").value, columns[0]);
   const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
   const lines = [

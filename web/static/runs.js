@@ -3,7 +3,7 @@
 import { Poll, call, getJSON, quoted } from "./api.js";
 import { Chart, colorOf } from "./chart.js";
 import { byId, download, el, say, table } from "./dom.js";
-import { NOTHING, ago, compact, number, plural, whole } from "./format.js";
+import { NOTHING, ago, number, plural, whole } from "./format.js";
 
 const LIST_MS = 2000;
 const LIVE_MS = 1000;
@@ -18,7 +18,7 @@ const HEADS = [
 ];
 const MOST_AT_ONCE = 20; // curves
 
-const rows = new Map(); // a run's name -> {run, node, cells, box, note}: its line in the list
+const rows = new Map(); // a run's name -> {run, node, cells, box, reason}: its line in the list
 const chosen = new Map(); // a run's name -> {name, color, curve, about, problem, node}
 let order = { by: "updated", isDown: true };
 let chart = null;
@@ -69,7 +69,6 @@ async function loadList() {
   for (const [name, row] of rows) {
     if (names.has(name)) continue;
     row.node.remove();
-    row.note.remove();
     rows.delete(name);
   }
   let isNew = false;
@@ -96,22 +95,20 @@ function newRow(name) {
   const cells = HEADS.map(([by]) => el("td", { class: by }));
   const node = el("tr", {}, el("td", {}, box), ...cells);
   cells[0].onclick = () => box.click();
-  cells[0].append(name);
-  const reason = el("div");
-  const note = el("tr", { class: "note" }, el("td"), el("td", { colspan: HEADS.length }, reason));
-  const row = { node, cells, box, note, reason, run: { name } };
+  const reason = el("div", { class: "hint" });
+  cells[0].append(name, reason);
+  const row = { node, cells, box, reason, run: { name } };
   rows.set(name, row);
   return row;
 }
 
 function fillRow({ node, cells, reason, run }) {
   const isWhole = !run.max_steps || run.step === run.max_steps;
-  const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${compact(run.max_steps)}`;
+  const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${whole(run.max_steps)}`;
   const losses = [number(run.loss), number(run.val_loss)];
   const texts = [run.state, ...losses, steps, ago(run.updated)];
   texts.forEach((text, i) => say(cells[i + 1], text));
   node.dataset.state = run.state;
-  node.classList.toggle("noted", Boolean(run.problem));
   say(reason, run.problem ?? "");
 }
 
@@ -134,7 +131,7 @@ function sorted() {
 
 function sort() {
   const { by, isDown } = order;
-  byId("run-table").tBodies[0].append(...sorted().flatMap(({ node, note }) => [node, note]));
+  byId("run-table").tBodies[0].append(...sorted().map(({ node }) => node));
   for (const head of byId("run-table").tHead.querySelectorAll("[data-by]")) {
     if (head.dataset.by !== by) head.removeAttribute("aria-sort");
     else head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
@@ -145,11 +142,10 @@ function sort() {
 function filter() {
   const words = byId("run-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   let count = 0;
-  for (const { node, note, cells, run } of rows.values()) {
+  for (const { node, cells, run } of rows.values()) {
     const text = `${run.name} ${cells[1].textContent}`.toLowerCase();
     const isSeen = words.every((word) => text.includes(word));
     if (node.hidden === isSeen) node.hidden = !isSeen;
-    note.hidden = !isSeen || !run.problem;
     count += isSeen;
   }
   const all = plural(rows.size, "run");
