@@ -437,7 +437,7 @@ def test_the_whole_story(browser, place, tmp_path):
     states = page.locator(".answer > p").all_inner_texts()
     assert len(states) == 2 and all("valid JSON" in state for state in states), states
     assert HOSTILE in page.locator(".answer").first.inner_text()
-    page.get_by_role("button", name="Copy as curl").click()
+    page.get_by_role("button", name="Show as curl").click()
     command = page.locator("#curl-text").inner_text()
     environment = {**os.environ, "KEY": KEY}
     answered = subprocess.run(["bash", "-c", command], env=environment, stdout=subprocess.PIPE)
@@ -571,6 +571,11 @@ def look_at_all(browser, server, runs, folder) -> None:
         for view, there in SEEN.items():
             page = visit.open(runs if view == "runs" else view)
             page.locator(there).first.wait_for(state="attached")
+            if view == "jobs":
+                page.locator("#job-list summary").last.click()
+                page.get_by_role("row", name="★").last.wait_for()
+                page.locator("#write summary").click()
+                page.get_by_text("More settings").click()
             page.screenshot(path=folder / f"{view}-{theme}.png", full_page=True)
             too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert too_wide <= 0, (view, size)

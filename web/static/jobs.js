@@ -1,6 +1,6 @@
 // Finetuning jobs: start one, watch it, stop it, let it go on, try what it has made.
 
-import { Failure, Poll, attempt, call, getJSON, post, quoted } from "./api.js";
+import { Poll, attempt, call, getJSON, post, quoted } from "./api.js";
 import { Chart } from "./chart.js";
 import * as examples from "./examples.js";
 import { byId, download, el, say, table, tell } from "./dom.js";
@@ -127,12 +127,13 @@ const areOver = (id) => jobs.size > 0
 
 // A job's place on the page. The newest and those that run are open, and only these ask for events.
 function newJob(job) {
-  const one = { job, isRead: false, chart: null, loss: "", refusal: "", buttons: {} };
+  const one = { job, isRead: false, chart: null, loss: "", buttons: {} };
   one.name = el("strong", { class: "name" });
   one.state = el("span", { class: "state" });
   one.time = el("span", { class: "hint" });
   one.progress = el("progress", { "aria-label": `Progress of ${job.id}`, max: 1, value: 0 });
   one.problem = el("p", { class: "problem", role: "status" });
+  one.refusal = el("p", { role: "status" });
   one.advice = el("p", { class: "hint", role: "status" });
   one.facts = el("span", {});
   one.run = el("a", { hidden: true }, "curves and settings");
@@ -160,7 +161,7 @@ function newJob(job) {
     one.buttons[label] = el("button", { ...button, onclick: () => act(one, label, action) }, label);
   }
   const buttons = el("div", { class: "buttons" }, Object.values(one.buttons));
-  byId("job-list").prepend(el("li", {}, one.node, buttons));
+  byId("job-list").prepend(el("li", {}, one.node, buttons, one.refusal));
   jobs.set(job.id, one);
   return one;
 }
@@ -181,7 +182,7 @@ function fillJob(one) {
   one.state.dataset.state = job.status;
   say(one.time, timeOf(one));
   say(one.advice, job.hint ?? "");
-  say(one.problem, one.refusal || (job.error?.message ?? ""));
+  say(one.problem, job.error?.message ?? "");
   for (const [label, button] of Object.entries(one.buttons)) button.hidden = !isPossible(label, job);
   one.isRead &&= isOver; // one that was resumed has new events
   one.progress.hidden = isOver;
@@ -255,15 +256,11 @@ function isPossible(label, { status, paused, run }) {
 
 async function act(one, label, action) {
   one.buttons[label].disabled = true;
-  one.refusal = "";
-  try {
+  tell(one.refusal, "");
+  await attempt(one.refusal, async () => {
     await action(one);
     await poll.turn();
-  } catch (error) {
-    if (!(error instanceof Failure)) throw error;
-    one.refusal = error.message;
-    say(one.problem, error.message);
-  }
+  });
   one.buttons[label].disabled = false;
 }
 

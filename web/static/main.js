@@ -1,6 +1,6 @@
 // The views and the address: #runs?run=a&run=b shows the view `runs` with two runs chosen.
 
-import { forgetKey, getJSON, hasKey } from "./api.js";
+import { attempt, forgetKey, getJSON, hasKey } from "./api.js";
 import { byId, say } from "./dom.js";
 import * as evaluation from "./evaluation.js";
 import * as jobs from "./jobs.js";
@@ -51,19 +51,16 @@ async function main() {
     forgetKey();
     location.reload();
   };
-  try {
+  await attempt(byId("notice"), async () => {
     about = await getJSON("/api/about");
-  } catch (error) {
-    byId("notice").textContent = error.message;
-    return;
-  }
+  });
+  if (!about) return;
   forget.hidden = !hasKey();
   byId("model-name").textContent = about.model ?? "";
   for (const name of Object.keys(VIEWS)) {
     const link = document.querySelector(`nav a[href="#${name}"]`);
     link.classList.toggle("missing", !isThere(name));
   }
-  byId("loading").hidden = true;
   addEventListener("hashchange", route);
   addEventListener("invalid", ({ target }) => { // a closed section would hide what is wrong
     target.closest("details")?.setAttribute("open", "");

@@ -32,7 +32,7 @@ export function start(about) {
   byId("model-a").onchange = fillBeside;
   byId("stop").onclick = () => controller?.abort();
   byId("clear").onclick = clear;
-  byId("curl").onclick = copyAsCurl;
+  byId("curl").onclick = showAsCurl;
   byId("schema").oninput = schemaOf;
   byId("structure").ontoggle = schemaOf;
   byId("schema-example").onclick = () => {
@@ -262,7 +262,7 @@ function summary({ tokens, reason }, seconds, body) {
   return parts.join(" · ");
 }
 
-async function copyAsCurl() {
+function showAsCurl() {
   if (!byId("ask").reportValidity()) return;
   const body = requestOf(byId("model-a").value, columns[0]);
   const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
@@ -275,11 +275,6 @@ async function copyAsCurl() {
   const shown = byId("curl-text");
   shown.textContent = lines.join(" \\\n  ");
   shown.hidden = false;
-  try {
-    await navigator.clipboard.writeText(shown.textContent);
-    say(byId("ask-status"), "Copied.");
-  } catch {
-    getSelection().selectAllChildren(shown); // browsers let pages copy by themselves only on https
-    say(byId("ask-status"), "The command is selected below: copy it.");
-  }
+  getSelection().selectAllChildren(shown);
+  say(byId("ask-status"), "The command is selected below: copy it.");
 }

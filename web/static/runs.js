@@ -1,6 +1,6 @@
 // The list of runs, and the curves of those that are chosen: hundreds of runs, live.
 
-import { Poll, call, getJSON, quoted } from "./api.js";
+import { Poll, attempt, call, getJSON, quoted } from "./api.js";
 import { Chart, colorOf } from "./chart.js";
 import { byId, download, el, say, table } from "./dom.js";
 import { NOTHING, ago, number, plural, whole } from "./format.js";
@@ -214,13 +214,11 @@ function legendOf(one) {
 
 async function saveCard(one) {
   say(one.state, "making the card …");
-  try {
+  await attempt(one.state, async () => {
     const response = await call(`/api/runs/${quoted(one.name)}/card`);
     download(await response.blob(), `${one.name.replaceAll("/", "-")}-card.md`);
     sayState(one);
-  } catch (error) {
-    say(one.state, error.message);
-  }
+  });
 }
 
 // --- Curves
