@@ -181,7 +181,7 @@ class Visit:
         if key:
             self.context.add_init_script(f"sessionStorage.setItem('mpt-key', '{key}')")
         self.page = self.context.new_page()
-        self.page.set_default_timeout(40000)
+        self.page.set_default_timeout(MS)
         self.url = f"http://127.0.0.1:{port}"
         self.said = []
         self.page.on("console", lambda message: self.said.append(message.text))
@@ -283,7 +283,7 @@ def ticks_of_steps(page) -> list[int]:
 
 @pytest.mark.slow
 def test_the_newest_run_is_chosen_and_its_chart_zooms(browser, viewer, runs):
-    """With the mouse and by keyboard, over steps or tokens; the tip has the validation loss."""
+    """By mouse and keyboard, over steps, tokens or time; its tip has the validation loss."""
     path = runs / "long" / "metrics.jsonl"
     with path.open("a") as file:
         file.write(json.dumps({"step": 5001, "val_loss": 4.625}) + "\n")
@@ -309,6 +309,15 @@ def test_the_newest_run_is_chosen_and_its_chart_zooms(browser, viewer, runs):
     page.locator("#run-chart .tick.end", has_text="tokens").wait_for(state="attached")
     page.wait_for_function("""() => [...document.querySelectorAll('#run-chart .tick.middle')]
         .some((tick) => tick.textContent.length > 6)""")
+    page.get_by_label("Axis").select_option("seconds")
+    page.locator("#run-chart .tick.end", has_text="seconds").wait_for(state="attached")
+    seconds = 5000 * TrainConfig().global_batch_size * MPTConfig().max_seq_len / 20000
+    assert 0.7 * seconds < ticks_of_steps(page)[-1] < 1.01 * seconds
+    page.emulate_media(forced_colors="active")
+    color = "node => getComputedStyle(node)"
+    swatch = page.locator("#legend .swatch").evaluate(f"{color}.backgroundColor")
+    assert swatch == page.locator("#run-chart polyline").evaluate(f"{color}.stroke")
+    assert swatch != page.locator("body").evaluate(f"{color}.backgroundColor")
     assert visit.errors() == []
 
 
@@ -506,6 +515,11 @@ def test_from_wrong_lines_to_a_deleted_job(browser, place, tmp_path):
     assert chosen.inner_text().partition("/")[2] in ("", f"checkpoints/step-{step}")
 
     visit.open("jobs")
+    job.get_by_role("link", name="curves").click()
+    run = f"jobs/{made['fine_tuned_model']}"
+    page.get_by_label(f"Choose {run}").and_(page.locator(":checked")).wait_for()
+    page.locator("#legend").get_by_role("link", name="Job").click()
+    page.locator("#job-list summary:focus").wait_for()
     with page.expect_download() as download:
         job.get_by_role("button", name="Download the adapter").click()
     assert zipfile.is_zipfile(download.value.path())

@@ -327,7 +327,7 @@ export const colorOf = ({ color }) => `series-${color % COLORS}${color < COLORS 
 const tenths = (value) => Math.round(value * 10) / 10;
 
 // The index of the sorted number nearest to a value; -1 if there is none.
-function nearest(sorted, value) {
+export function nearest(sorted, value) {
   let low = 0;
   let high = sorted.length - 1;
   while (high - low > 1) {

@@ -35,9 +35,6 @@ export function duration(seconds) {
   return `${whole(seconds / 86_400)} days`;
 }
 
-// 2026-11-28 09:05:00, here. seconds: since 1970.
-export const dateOf = (seconds) => new Date(seconds * 1000).toLocaleString("sv");
-
 export function size(bytes) {
   if (bytes < 1000) return `${bytes} bytes`;
   if (bytes < 1e6) return `${(bytes / 1e3).toFixed(1)} kB`;

@@ -4,7 +4,7 @@ import { Poll, attempt, call, getJSON, post, quoted } from "./api.js";
 import { Chart } from "./chart.js";
 import * as examples from "./examples.js";
 import { byId, download, el, say, table, tell } from "./dom.js";
-import { ago, dateOf, duration, number, plural, whole } from "./format.js";
+import { ago, duration, number, plural, whole } from "./format.js";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 const PATH = "/v1/fine_tuning/jobs";
@@ -138,7 +138,6 @@ function newJob(job) {
   one.facts = el("span", {});
   one.run = el("a", { hidden: true }, "curves and settings");
   one.plot = el("div", { class: "chart low" });
-  one.rings = el("p", { class: "hint" }, "Rings: loss on the examples that are held out.");
   one.checkpoints = scrolled("Checkpoints");
   one.events = el("ol", { class: "events" });
   one.output = scrolled("Output of the training");
@@ -151,7 +150,6 @@ function newJob(job) {
     one.advice,
     el("p", { class: "hint" }, one.facts, one.run),
     one.plot,
-    one.rings,
     one.checkpoints,
     scrolled("Events", one.events),
     one.output,
@@ -195,15 +193,11 @@ function fillJob(one) {
   say(one.facts, facts.join(" · ") + (job.run ? " · " : ""));
   one.run.hidden = !job.run;
   one.run.href = `#runs?${new URLSearchParams({ run: job.run })}`;
-  if (job.run && job.run === wantedRun) reveal(one);
-}
-
-// Bring a job into view.
-function reveal({ node }) {
-  wantedRun = null;
-  node.open = true;
-  node.scrollIntoView();
-  node.firstChild.focus();
+  if (job.run && job.run === wantedRun) { // it was asked for: bring it into view
+    wantedRun = null;
+    one.node.open = true;
+    one.node.firstChild.focus();
+  }
 }
 
 // When it ended, how far it is, or for how long it has waited.
@@ -219,10 +213,7 @@ function timeOf({ job, loss }) {
 const WORDS = {
   validating_files: "checking the files",
   queued: "waiting for a worker",
-  running: "running",
   succeeded: "finished",
-  failed: "failed",
-  cancelled: "cancelled",
 };
 
 // --- What can be done with a job
@@ -276,18 +267,16 @@ async function tryIt({ job }, model = job.fine_tuned_model) {
 async function loadHistory(one) {
   const { job } = one;
   const { data } = await getJSON(`${pathOf(job)}/events?limit=1000`); // newest first
-  const shown = data.map(lineOf);
+  const shown = data.map(({ created_at: at, level, message }) => (
+    el("li", { class: level }, el("time", {}, new Date(at * 1000).toLocaleString("sv")), ` ${message}`)
+  ));
   if (one.events.children.length !== shown.length) one.events.replaceChildren(...shown);
-  one.plot.hidden = one.rings.hidden = !job.run;
+  one.plot.hidden = !job.run;
   if (job.run) await showCurve(one, job.run);
   if (job.run) showCheckpoints(one, (await getJSON(`${pathOf(job)}/checkpoints?limit=1000`)).data);
   one.output.hidden = job.status !== "failed";
   if (job.status === "failed") await showOutput(one);
   one.isRead = ENDED.includes(job.status); // then no event comes after these
-}
-
-function lineOf({ created_at: at, level, message }) {
-  return el("li", { class: level }, el("time", {}, dateOf(at)), ` ${message}`);
 }
 
 async function showOutput({ job, output }) {
@@ -304,20 +293,20 @@ async function showCurve(one, run) {
   say(one.time, timeOf(one));
 }
 
-// The newest first; a star marks the lowest loss on held-out examples.
+// The best first: that with the lowest loss on held-out examples.
 function showCheckpoints(one, checkpoints) {
   one.checkpoints.hidden = !checkpoints.length;
-  const losses = checkpoints.map(({ metrics }) => metrics.valid_loss ?? Infinity);
-  const best = Math.min(...losses);
-  const rows = checkpoints.map(({ step_number: step, fine_tuned_model_checkpoint: name }, i) => {
-    const star = losses[i] === best && checkpoints.length > 1 && best < Infinity ? "★ " : "";
+  const lossOf = ({ metrics }) => metrics.valid_loss ?? Infinity;
+  const sorted = [...checkpoints].sort((a, b) => lossOf(a) - lossOf(b));
+  const key = JSON.stringify(sorted);
+  if (one.shownCheckpoints === key) return; // a button that has the focus stays
+  one.shownCheckpoints = key;
+  const rows = sorted.map((checkpoint, i) => {
+    const { step_number: step, fine_tuned_model_checkpoint: name } = checkpoint;
     const attributes = { type: "button", class: "plain", onclick: () => tryIt(one, name) };
-    return [`Step ${whole(step)}`, `${star}${number(losses[i])}`,
-      el("button", attributes, `Try step ${whole(step)}`)];
+    const star = i === 0 && lossOf(checkpoint) < Infinity ? "★ " : "";
+    const loss = `${star}${number(lossOf(checkpoint))}`;
+    return [el("button", attributes, `Try step ${whole(step)}`), loss];
   });
-  const key = JSON.stringify([losses, one.job.fine_tuned_model]);
-  if (one.shownLosses === key) return; // a button that has the focus stays
-  one.shownLosses = key;
-  const heads = ["Checkpoint", "Held-out loss", ""];
-  one.checkpoints.replaceChildren(table("", heads, rows));
+  one.checkpoints.replaceChildren(table("", ["Checkpoint", "Held-out loss (rings of the curve)"], rows));
 }

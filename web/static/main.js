@@ -57,10 +57,6 @@ async function main() {
   if (!about) return;
   forget.hidden = !hasKey();
   byId("model-name").textContent = about.model ?? "";
-  for (const name of Object.keys(VIEWS)) {
-    const link = document.querySelector(`nav a[href="#${name}"]`);
-    link.classList.toggle("missing", !isThere(name));
-  }
   addEventListener("hashchange", route);
   addEventListener("invalid", ({ target }) => { // a closed section would hide what is wrong
     target.closest("details")?.setAttribute("open", "");

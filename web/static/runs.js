@@ -1,7 +1,7 @@
 // The list of runs, and the curves of those that are chosen: hundreds of runs, live.
 
 import { Poll, attempt, call, getJSON, quoted } from "./api.js";
-import { Chart, colorOf } from "./chart.js";
+import { Chart, colorOf, nearest } from "./chart.js";
 import { byId, download, el, say, table } from "./dom.js";
 import { NOTHING, ago, number, plural, whole } from "./format.js";
 
@@ -42,7 +42,7 @@ export function start() {
   byId("column").onchange = reloadCurves;
   byId("smoothing").oninput = draw;
   byId("log").onchange = draw;
-  byId("axis").onchange = draw;
+  byId("axis").onchange = reloadCurves;
   draw();
 }
 
@@ -150,8 +150,6 @@ function filter() {
   }
   const all = plural(rows.size, "run");
   const seen = count === rows.size ? all : `${whole(count)} of ${all}`;
-  const some = count > MOST_AT_ONCE ? `the first ${MOST_AT_ONCE}` : "all shown";
-  say(byId("choose-all"), `Choose ${some}`);
   say(byId("run-count"), rows.size ? seen : "There are no runs yet: train one into this folder.");
 }
 
@@ -226,10 +224,13 @@ async function saveCard(one) {
 async function loadCurve(one) {
   const column = byId("column").value;
   try {
-    const path = `/api/runs/${quoted(one.name)}/curve?column=${column}&points=${POINTS}`;
-    const curve = await getJSON(path);
-    if (column !== byId("column").value) return; // another one was chosen meanwhile
-    one.curve = curve;
+    const path = `/api/runs/${quoted(one.name)}/curve?points=${POINTS}&column=`;
+    const isTimed = byId("axis").value === "seconds";
+    const speed = isTimed ? await getJSON(`${path}tokens_per_second`) : null;
+    const curve = await getJSON(path + column);
+    const isSame = isTimed === (byId("axis").value === "seconds");
+    if (!isSame || column !== byId("column").value) return; // others were chosen meanwhile
+    Object.assign(one, { curve, speed });
     one.problem = curve.problem;
   } catch (error) {
     one.problem = error.message;
@@ -277,14 +278,29 @@ function draw() {
   showDifferences();
 }
 
-// A curve as the chart draws it, over steps or tokens; null if the tokens are not known (yet).
-function seriesOf({ name, color, curve, about }, xLabel) {
+// A curve as the chart draws it; null if the places of its steps are not known (yet).
+function seriesOf(one, axis) {
+  const { name, color, curve } = one;
+  const place = placeOf(one, axis);
+  if (!place) return null;
+  const val = { x: curve.val.x.map(place), y: curve.val.y };
+  const restarts = curve.restarts.map(({ x, label }) => ({ x: place(x), label }));
+  return { name, color, ...curve, x: curve.x.map(place), val, restarts };
+}
+
+// Step -> tokens or seconds of the training: so far each stretch of steps had its mean speed.
+function placeOf({ about, speed }, axis) {
+  if (axis === "step") return (step) => step;
   const { global_batch_size: rows, max_seq_len: length } = about?.settings ?? {};
-  const scale = xLabel === "tokens" ? rows * length : 1;
-  if (!(scale > 0)) return null;
-  const val = { x: curve.val.x.map((step) => step * scale), y: curve.val.y };
-  const restarts = curve.restarts.map(({ x, label }) => ({ x: x * scale, label }));
-  return { name, color, ...curve, x: curve.x.map((step) => step * scale), val, restarts };
+  const tokens = rows * length; // of a step
+  if (!(tokens > 0) || (axis === "seconds" && !speed?.x.length)) return null;
+  if (axis === "tokens") return (step) => step * tokens;
+  let sum = 0;
+  const seconds = speed.x.map((step, i) => {
+    sum += ((step - (speed.x[i - 1] ?? 0)) * tokens) / speed.mean[i];
+    return sum;
+  });
+  return (step) => (step ? seconds[nearest(speed.x, step)] : 0);
 }
 
 // --- Settings
