@@ -223,7 +223,7 @@ const pathOf = ({ id }) => `${PATH}/${encodeURIComponent(id)}`;
 const ACTIONS = {
   "Try it": tryIt,
   Pause: ({ job }) => post(`${pathOf(job)}/pause`),
-  Resume: ({ job }) => post(`${pathOf(job)}/resume`),
+  Resume: resume,
   Cancel: ({ job }) => post(`${pathOf(job)}/cancel`),
   "Download the adapter": async ({ job: { fine_tuned_model: name } }) => (
     download(await (await call(`/api/adapters/${quoted(name)}`)).blob(), `${name}.zip`)
@@ -243,6 +243,17 @@ function isPossible(label, { status, paused, run }) {
   if (label === "Cancel") return !isOver;
   if (label === "Delete the job") return isOver || paused;
   return status === "succeeded" && Boolean(run); // it has a model
+}
+
+// The training that was stopped may need some seconds to end: until then this is refused.
+async function resume(one, tries = 40) {
+  try {
+    await post(`${pathOf(one.job)}/resume`);
+  } catch (error) {
+    if (error.status !== 409 || tries === 0) throw error;
+    await new Promise((done) => { setTimeout(done, 500); });
+    await resume(one, tries - 1);
+  }
 }
 
 async function act(one, label, action) {
