@@ -316,8 +316,8 @@ function showCheckpoints(one, checkpoints) {
     const { step_number: step, fine_tuned_model_checkpoint: name } = checkpoint;
     const attributes = { type: "button", class: "plain", onclick: () => tryIt(one, name) };
     const star = i === 0 && lossOf(checkpoint) < Infinity ? "★ " : "";
-    const loss = `${star}${number(lossOf(checkpoint))}`;
-    return [el("button", attributes, `Try step ${whole(step)}`), loss];
+    const button = el("button", attributes, `Try step ${whole(step)}`);
+    return [button, `${star}${number(lossOf(checkpoint))}`];
   });
   one.checkpoints.replaceChildren(table("", ["Checkpoint", "Held-out loss (rings of the curve)"], rows));
 }
