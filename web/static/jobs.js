@@ -317,7 +317,8 @@ function showCheckpoints(one, checkpoints) {
     const attributes = { type: "button", class: "plain", onclick: () => tryIt(one, name) };
     const star = i === 0 && lossOf(checkpoint) < Infinity ? "★ " : "";
     const button = el("button", attributes, `Try step ${whole(step)}`);
-    return [button, `${star}${number(lossOf(checkpoint))}`];
+    return [button, star + number(lossOf(checkpoint))];
   });
-  one.checkpoints.replaceChildren(table("", ["Checkpoint", "Held-out loss (rings of the curve)"], rows));
+  const caption = "Rings of the curve: loss on held-out examples";
+  one.checkpoints.replaceChildren(table(caption, ["Checkpoint", "Held-out loss"], rows));
 }
