@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from servers import ASK, CHAT, KEY, Served
 
 pytest.importorskip("fastapi")
 
-from finetuning import Place, lines  # noqa: E402
+from finetuning import Place, lines, set_settings  # noqa: E402
 
 from config import MPTConfig, TrainConfig  # noqa: E402
 from weights import card  # noqa: E402
 
 MS = 1000 * PATIENCE
-LOOKS = [((1280, 860), "light"), ((390, 844), "dark")]  # a size, a theme
+LOOKS = [((1280, 860), "light"), ((320, 640), "dark")]  # a size, a theme
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]  # as in a container
 
 
@@ -137,13 +138,12 @@ def test_every_file_of_the_page_is_reachable_and_no_other_one(viewer):
     loaded.feed(viewer.request("GET", "/", key=None)[2])
     wanted = {address for address in loaded.names if not address.startswith("data:")}
     on_disk = {f"/static/{path.name}" for path in (ROOT / "web" / "static").iterdir()}
-    assert wanted == on_disk - {"/static/index.html"}
     for address in on_disk:
         status, headers, text = viewer.request("GET", address, key=None)
         assert status == 200 and headers["content-type"].startswith("text/")
         assert headers["x-content-type-options"] == "nosniff"
-        imported = re.findall(r'from "\./([\w.]+)"', text)
-        assert {f"/static/{name}" for name in imported} <= on_disk
+        wanted |= {f"/static/{name}" for name in re.findall(r'from "\./([\w.]+)"', text)}
+    assert wanted == on_disk - {"/static/index.html"}
 
     outside = ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "..%5capp.py", "./../app.py"]
     outside += ["", ".", "..", "//etc/passwd", "%2fetc%2fpasswd", "index.html%00", "nothing.js"]
@@ -186,12 +186,18 @@ class Visit:
         self.said = []
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.said.append(f"dialog: {dialog.message}"))
+        self.page.on("dialog", self.answer)
 
     def open(self, view):
         """Go to a view of the page."""
         self.page.goto(f"{self.url}/#{view}")
         return self.page
+
+    def answer(self, dialog) -> None:
+        """Answer yes if the page asks whether something is to be deleted."""
+        if not dialog.message.startswith("Delete "):
+            self.said.append(f"dialog: {dialog.message}")
+        dialog.accept()
 
     def errors(self) -> list[str]:
         """What the console said, without the answers of the server that a test provokes."""
@@ -226,7 +232,9 @@ def test_a_viewer_asks_for_the_key_and_shows_names_as_text(browser, viewer):
     page.get_by_label("Filter").first.fill("team second")
     page.get_by_text("1 of 7 runs").wait_for()
     for view, needs in (("playground", "model"), ("jobs", "jobs")):
-        visit.open(view).locator(f"#no-{needs}").get_by_text("python serve.py").wait_for()
+        visit.open(view).locator("#missing", has_text=f"no {needs}").get_by_text(
+            "python serve.py"
+        ).wait_for()
     assert visit.errors() == []
 
 
@@ -267,6 +275,52 @@ def test_the_legend_has_the_value_of_the_last_step(browser, viewer, runs):
     assert row.locator("td.loss").inner_text() == "9.5"
 
 
+def ticks_of_steps(page) -> list[int]:
+    """The numbers below a chart."""
+    texts = page.locator("#run-chart .tick.middle").all_text_contents()
+    return [int(text.replace(",", "")) for text in texts]
+
+
+@pytest.mark.slow
+def test_the_newest_run_is_chosen_and_its_chart_zooms(browser, viewer, runs):
+    """By mouse and keyboard, over steps, tokens or time; its tip has the validation loss."""
+    path = runs / "long" / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 5001, "val_loss": 4.625}) + "\n")
+    visit = Visit(browser, viewer.port)
+    page = visit.open("runs")
+    page.get_by_label("Choose long").and_(page.locator(":checked")).wait_for()
+    page.locator("#run-chart polyline").wait_for(state="attached")
+    plot = page.locator("#run-chart .plot")
+    assert ticks_of_steps(page)[-1] >= 4000
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 90)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 90, steps=3)
+    page.mouse.up()
+    page.locator("#run-chart .tick.middle", has_text="2,500").wait_for(state="attached")
+    assert 1000 < ticks_of_steps(page)[0] <= ticks_of_steps(page)[-1] < 4000
+    plot.focus()
+    page.keyboard.press("Escape")
+    page.locator("#run-chart .tick.middle", has_text="5,000").wait_for(state="attached")
+    page.keyboard.press("ArrowLeft")
+    page.locator("#run-chart .tip", has_text="(validation 4.625)").wait_for()
+    page.get_by_label("Axis").select_option("tokens")
+    page.locator("#run-chart .tick.end", has_text="tokens").wait_for(state="attached")
+    page.wait_for_function("""() => [...document.querySelectorAll('#run-chart .tick.middle')]
+        .some((tick) => tick.textContent.length > 6)""")
+    page.get_by_label("Axis").select_option("seconds")
+    page.locator("#run-chart .tick.end", has_text="seconds").wait_for(state="attached")
+    seconds = 5000 * TrainConfig().global_batch_size * MPTConfig().max_seq_len / 20000
+    assert 0.7 * seconds < ticks_of_steps(page)[-1] < 1.01 * seconds
+    page.emulate_media(forced_colors="active")
+    color = "node => getComputedStyle(node)"
+    swatch = page.locator("#legend .swatch").evaluate(f"{color}.backgroundColor")
+    assert swatch == page.locator("#run-chart polyline").evaluate(f"{color}.stroke")
+    assert swatch != page.locator("body").evaluate(f"{color}.backgroundColor")
+    assert visit.errors() == []
+
+
 @pytest.mark.slow
 def test_jobs_without_a_worker(browser, tiny_run, tmp_path):
     """A double click starts one job, all jobs are shown, and the page says how to start a worker.
@@ -299,6 +353,8 @@ def test_jobs_without_a_worker(browser, tiny_run, tmp_path):
         (folder / name / "state.json").write_text(ENDED)
     page.reload()
     page.locator("#job-list > li").nth(250).wait_for()
+    model = json.loads((made / "job.json").read_text())["fine_tuned_model"]
+    (tmp_path / "my jobs/models" / model).mkdir()
     (folder / made.name / "state.json").write_text(ENDED)
     page.locator("#job-list > li").first.get_by_role("button", name="Try it").wait_for()
 
@@ -365,7 +421,7 @@ def test_the_whole_story(browser, place, tmp_path):
     examples = lines(60).splitlines(keepends=True)
     choose_file(page, b"".join([*examples[:6], b'{"prompt": "' + HOSTILE.encode(), *examples[7:]]))
     page.get_by_text("1 line cannot be used").wait_for()
-    assert page.locator("#upload-lines tbody tr").inner_text().startswith("7")
+    assert page.locator("#upload-lines tbody tr").inner_text().startswith("Mend 7")
     choose_file(page, b"".join(examples))
     page.get_by_text("pairs.jsonl is uploaded").wait_for()
 
@@ -390,7 +446,7 @@ def test_the_whole_story(browser, place, tmp_path):
     states = page.locator(".answer > p").all_inner_texts()
     assert len(states) == 2 and all("valid JSON" in state for state in states), states
     assert HOSTILE in page.locator(".answer").first.inner_text()
-    page.get_by_role("button", name="Copy as curl").click()
+    page.get_by_role("button", name="Show as curl").click()
     command = page.locator("#curl-text").inner_text()
     environment = {**os.environ, "KEY": KEY}
     answered = subprocess.run(["bash", "-c", command], env=environment, stdout=subprocess.PIPE)
@@ -402,11 +458,109 @@ def test_the_whole_story(browser, place, tmp_path):
     page.locator("#run-chart polyline").nth(1).wait_for(state="attached")
     page.get_by_role("cell", name="lora_rank", exact=True).wait_for()
     with page.expect_download() as download:
-        page.get_by_role("button", name="Model card").last.click()
+        page.locator("#legend li", has_text=made).get_by_role("button", name="Model card").click()
     assert made in Path(download.value.path()).read_text()
     visit.open("evaluation").locator("#evaluation-status").wait_for()
     assert visit.errors() == [] and page.title().startswith("Evaluation")
     look_at_all(browser, server, f"runs?run=base&run=jobs/{made}", tmp_path)
+    server.process.kill()
+
+
+def in_list(page, number=0):
+    """A job in the list, the newest first."""
+    return page.locator("#job-list > li").nth(number)
+
+
+@pytest.mark.slow
+def test_from_wrong_lines_to_a_deleted_job(browser, place, tmp_path):
+    """Lines are mended in the page, a job is previewed, tried at a checkpoint, and deleted."""
+    server = Served(tmp_path, "--jobs=jobs", "--rows=4", "--precision=fp32")
+    place.worker()
+    visit = Visit(browser, server.port)
+    page = visit.open("jobs")
+    good = lines(60).splitlines(keepends=True)
+    choose_file(page, b"".join([*good[:6], b'{"prompt": "a" "response": "b"}\n', *good[7:]]))
+    page.get_by_text("1 line cannot be used").wait_for()
+    assert "not JSON" in page.locator("#upload-lines td").last.inner_text()
+    assert page.locator("#upload-lines mark").inner_text() == '"'
+    page.get_by_role("button", name="Mend 7").click()
+    page.keyboard.type(good[6].decode().strip())
+    page.get_by_role("button", name="Upload these lines").click()
+    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+    file_id = page.locator("#training-file").input_value()
+    assert server.request("GET", f"/v1/files/{file_id}/content")[2].encode() == b"".join(good)
+
+    page.get_by_text("More settings").click()
+    page.get_by_label("Held-out examples").select_option(file_id)
+    page.get_by_label("Examples in a batch").fill("16")
+    page.get_by_label("Seed", exact=True).last.fill("7")
+    page.get_by_label("Epochs").fill("20")
+    page.get_by_role("button", name="Preview").click()
+    page.get_by_text("60 examples to learn, 60 held out").wait_for()
+    page.get_by_role("button", name="Start the job").click()
+    job = in_list(page)
+    job.get_by_text("finished", exact=True).wait_for()
+    (made,) = json.loads(server.request("GET", "/v1/fine_tuning/jobs")[2])["data"]
+    assert made["seed"] == 7 and made["validation_file"] == file_id
+    assert made["hyperparameters"]["batch_size"] == 16
+
+    star = job.get_by_role("row", name="★")
+    step = star.get_by_role("button").inner_text().removeprefix("Try step ")
+    star.get_by_role("button").click()
+    page.locator("#model-b option").nth(1).wait_for(state="attached")
+    page.get_by_label("Prompt", exact=True).and_(page.locator(":visible")).wait_for()
+    assert page.locator("#prompt").input_value() == "0 "
+    chosen = page.locator("#model-a option:checked")
+    chosen.get_by_text(made["fine_tuned_model"]).wait_for(state="attached")
+    assert chosen.inner_text().partition("/")[2] in ("", f"checkpoints/step-{step}")
+
+    visit.open("jobs")
+    job.get_by_role("link", name="curves").click()
+    run = f"jobs/{made['fine_tuned_model']}"
+    page.get_by_label(f"Choose {run}").and_(page.locator(":checked")).wait_for()
+    page.locator("#legend").get_by_role("link", name="Job").click()
+    page.locator("#job-list summary:focus").wait_for()
+    with page.expect_download() as download:
+        job.get_by_role("button", name="Download the adapter").click()
+    assert zipfile.is_zipfile(download.value.path())
+    job.get_by_role("button", name="Delete the model").click()
+    job.get_by_role("button", name="Try it").wait_for(state="hidden")
+    assert made["fine_tuned_model"] not in server.request("GET", "/v1/models")[2]
+    job.get_by_role("button", name="Delete the job").click()
+    page.get_by_text("There is no job yet.").wait_for()
+    page.get_by_role("button", name="Delete this file").click()
+    page.locator("#training-file option", has_text="upload a file first").wait_for(state="attached")
+    assert json.loads(server.request("GET", "/v1/files")[2])["data"] == []
+    assert visit.errors() == []
+    server.process.kill()
+
+
+@pytest.mark.slow
+def test_a_job_is_paused_resumed_and_fails_with_its_log(browser, place, tmp_path):
+    server = Served(tmp_path, "--jobs=jobs", "--rows=4", "--precision=fp32")
+    place.worker()
+    visit = Visit(browser, server.port)
+    page = visit.open("jobs")
+    choose_file(page, lines(60))
+    page.get_by_text("pairs.jsonl is uploaded").wait_for()
+    page.get_by_text("More settings").click()
+    page.get_by_label("Examples in a batch").fill("1")  # minutes
+    start_job(page, "long", 50)
+    job = in_list(page)
+    job.locator("polyline").wait_for(state="attached")
+    job.get_by_role("button", name="Pause").click()
+    job.get_by_text("paused", exact=True).wait_for()
+    assert job.get_by_role("button", name="Pause").is_hidden()
+    job.get_by_role("button", name="Resume").click()
+    job.get_by_text("running", exact=True).wait_for()
+    job.get_by_role("button", name="Cancel").click()
+    job.get_by_text("cancelled", exact=True).wait_for()
+    (name,) = (folder.name for folder in (tmp_path / "jobs/jobs").glob("ftjob-*"))
+    set_settings(tmp_path, name, "print('error: nonsense', flush=True)\nraise SystemExit(2)\n")
+    job.get_by_role("button", name="Resume").click()
+    job.get_by_text("failed", exact=True).wait_for()
+    job.get_by_role("region", name="Output").get_by_text("nonsense").first.wait_for()
+    assert visit.errors() == []
     server.process.kill()
 
 
@@ -431,6 +585,11 @@ def look_at_all(browser, server, runs, folder) -> None:
         for view, there in SEEN.items():
             page = visit.open(runs if view == "runs" else view)
             page.locator(there).first.wait_for(state="attached")
+            if view == "jobs":
+                page.locator("#job-list summary").last.click()
+                page.get_by_role("row", name="★").last.wait_for()
+                page.locator("#write summary").click()
+                page.get_by_text("More settings").click()
             page.screenshot(path=folder / f"{view}-{theme}.png", full_page=True)
             too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert too_wide <= 0, (view, size)

@@ -1,6 +1,6 @@
 // Requests to the server: the key, errors in its words, streams, and what is asked again and again.
 
-import { byId, say } from "./dom.js";
+import { byId, say, tell } from "./dom.js";
 
 const KEY = "mpt-key"; // of sessionStorage: it is forgotten with the tab
 
@@ -69,6 +69,16 @@ async function failureOf(response) {
     return new Failure(response.status, error.message, error.lines);
   } catch {
     return new Failure(response.status, `The server answered with status ${response.status}.`);
+  }
+}
+
+// Do a task. A failure is told in an element.
+export async function attempt(node, task) {
+  try {
+    await task();
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    tell(node, error.message, true);
   }
 }
 

@@ -7,10 +7,12 @@
 import { el, svg } from "./dom.js";
 import { number, whole } from "./format.js";
 
-export const COLORS = 8; // --series-0 to --series-7 in style.css; then the same ones, dashed
-const MARGIN = { top: 14, right: 28, bottom: 34, left: 58 };
+export const COLORS = 8; // the classes series-0 to series-7 of style.css; then the same ones, dashed
+const MARGIN = { top: 14, right: 36, bottom: 34, left: 58 };
 const MOST_BANDS = 6; // more of them hide each other
 const MOST_IN_TIP = 10;
+const ENOUGH = 8; // ticks that are asked for: at least three come
+const SHORTEST_DRAG = 8; // pixels
 
 export function smoothed(values, s) {
   if (!s) return values;
@@ -35,13 +37,6 @@ function ticksOf(low, high, count) {
   return ticks;
 }
 
-// At least three.
-function enoughTicks(low, high) {
-  let ticks = [];
-  for (let count = 5; ticks.length < 3; count++) ticks = ticksOf(low, high, count);
-  return ticks;
-}
-
 // 1, 2 and 5 of each power of ten; of many powers only these.
 function logTicks(low, high) {
   const first = Math.floor(Math.log10(low));
@@ -52,7 +47,7 @@ function logTicks(low, high) {
     for (const factor of factors) ticks.push(factor * 10 ** power);
   }
   const inside = ticks.filter((tick) => tick >= low && tick <= high);
-  return inside.length > 2 ? inside : enoughTicks(low, high);
+  return inside.length > 2 ? inside : ticksOf(low, high, ENOUGH);
 }
 
 // The lowest and highest of several lists of numbers.
@@ -81,14 +76,18 @@ export class Chart {
   constructor(container, label) {
     this.series = [];
     this.options = {};
+    this.zoom = null; // [low, high] of what is shown, if that is not all
     this.svg = svg("svg", { "aria-hidden": "true" });
     this.tip = el("div", { class: "tip", role: "status", hidden: true });
     this.box = el("div", {
       class: "plot",
       tabindex: "0",
       role: "group",
-      "aria-label": `${label}: the arrow keys read values`,
+      "aria-label": `${label}: the arrow keys read values, + and - zoom`,
+      onpointerdown: (event) => { this.dragged = this.at(event.clientX); },
       onpointermove: (event) => this.pointAt(event.clientX),
+      onpointerup: (event) => this.drop(event.clientX),
+      ondblclick: () => this.zoomTo(null),
       onpointerleave: () => this.pointAway(),
       onblur: () => this.pointAway(),
       onkeydown: (event) => this.pointByKey(event),
@@ -101,6 +100,7 @@ export class Chart {
   // series: [{name, color, x, low, mean, high, val: {x, y}, restarts: [{x, label}]}].
   // options: {log, smoothing, xLabel}
   show(series, options = {}) {
+    if (options.xLabel !== this.options.xLabel) this.zoom = null;
     this.series = series;
     this.options = options;
     this.drawSoon();
@@ -130,6 +130,7 @@ export class Chart {
       this.cursor = null;
       return;
     }
+    this.selection = svg("rect", { class: "selection", y: MARGIN.top, height: 9e3 });
     this.cursor = svg("line", { class: "cursor", y1: MARGIN.top, y2: this.bottom, x1: -9, x2: -9 });
     this.svg.replaceChildren(
       ...this.axes(),
@@ -137,6 +138,7 @@ export class Chart {
       ...this.series.flatMap((one) => this.restarts(one)),
       ...this.series.map((one) => this.line(one)),
       ...this.series.flatMap((one) => this.dots(one)),
+      this.selection,
       this.cursor,
     );
     if (this.pointed !== undefined && !this.tip.hidden) this.read(this.pointed);
@@ -145,19 +147,24 @@ export class Chart {
   // The ranges of both axes. False if there is nothing to draw.
   setScales() {
     const withBands = this.series.length <= MOST_BANDS;
-    const values = this.series.flatMap((one) => [
-      ...(withBands ? [one.low, one.high] : []),
-      one.line,
-      one.val.y,
-    ]);
     const xs = extent(this.series.flatMap((one) => [one.x, one.val.x]), Number.isFinite);
-    const ys = extent(values, this.isUsable);
-    if (!xs || !ys) return false;
-    this.xs = xs[0] === xs[1] ? [xs[0] - 1, xs[1] + 1] : xs;
+    if (!xs) return false;
+    this.xs = this.zoom ?? (xs[0] === xs[1] ? [xs[0] - 1, xs[1] + 1] : xs);
+    const seen = (at, values) => values.filter((_, i) => this.isInside(at[i]));
+    const ys = extent(this.series.flatMap((one) => [
+      ...(withBands ? [seen(one.x, one.low), seen(one.x, one.high)] : []),
+      seen(one.x, one.line),
+      seen(one.val.x, one.val.y),
+    ]), this.isUsable);
+    if (!ys) return false;
     this.ys = widened(ys, this.options.log);
     this.right = this.width - MARGIN.right;
     this.bottom = this.height - MARGIN.bottom;
     return true;
+  }
+
+  isInside(x) {
+    return x >= this.xs[0] && x <= this.xs[1];
   }
 
   x(value) {
@@ -174,7 +181,7 @@ export class Chart {
 
   axes() {
     const nodes = [];
-    const ys = this.options.log ? logTicks(...this.ys) : enoughTicks(...this.ys);
+    const ys = this.options.log ? logTicks(...this.ys) : ticksOf(...this.ys, ENOUGH);
     for (const tick of ys) {
       const y = this.y(tick).toFixed(1);
       nodes.push(svg("line", { class: "rule", x1: MARGIN.left, x2: this.right, y1: y, y2: y }));
@@ -197,7 +204,7 @@ export class Chart {
   points(xs, ys) {
     const points = [];
     for (let i = 0; i < xs.length; i++) {
-      if (!this.isUsable(ys[i])) continue;
+      if (!this.isUsable(ys[i]) || !this.isInside(xs[i])) continue;
       points.push(`${tenths(this.x(xs[i]))},${tenths(this.y(ys[i]))}`);
     }
     return points;
@@ -226,40 +233,61 @@ export class Chart {
   }
 
   restarts(one) {
-    let free = -Infinity; // where the next label may begin: they shall not cover each other
-    return one.restarts.flatMap(({ x: step, label }) => {
-      const x = this.x(step);
-      if (!(x >= MARGIN.left && x <= this.right)) return [];
-      const ends = { x1: x, x2: x, y1: MARGIN.top, y2: this.bottom };
-      const title = svg("title", {}, label);
-      const line = svg("line", { class: `restart ${colorOf(one)}`, ...ends }, title);
-      if (this.series.length > 2 || x < free) return [line];
-      const shown = label.length > 24 ? `${label.slice(0, 23)}…` : label;
-      const fits = x + 6.2 * shown.length < this.right;
-      free = x + 6.2 * shown.length + 12;
-      const place = { class: `tick ${fits ? "" : "end"}`, x: fits ? x + 4 : x - 4, y: 24 };
-      return [line, svg("text", place, shown)];
+    return one.restarts.filter(({ x }) => this.isInside(x)).map(({ x, label }) => {
+      const ends = { x1: this.x(x), x2: this.x(x), y1: MARGIN.top, y2: this.bottom };
+      return svg("line", { class: `restart ${colorOf(one)}`, ...ends }, svg("title", {}, label));
     });
+  }
+
+  // The value of the axis at a place on the screen; undefined if nothing is drawn.
+  at(clientX) {
+    if (!this.cursor) return undefined;
+    const pixel = clientX - this.box.getBoundingClientRect().left;
+    const share = (pixel - MARGIN.left) / (this.right - MARGIN.left);
+    return this.xs[0] + Math.min(1, Math.max(0, share)) * (this.xs[1] - this.xs[0]);
   }
 
   pointAt(clientX) {
     if (!this.cursor) return;
-    const pixel = clientX - this.box.getBoundingClientRect().left;
-    const share = (pixel - MARGIN.left) / (this.right - MARGIN.left);
-    this.read(this.xs[0] + Math.min(1, Math.max(0, share)) * (this.xs[1] - this.xs[0]));
+    const here = this.at(clientX);
+    this.read(here);
+    if (this.dragged === undefined) return;
+    const [left, right] = [this.x(this.dragged), this.x(here)].sort((a, b) => a - b);
+    this.selection.setAttribute("x", left);
+    this.selection.setAttribute("width", right - left);
+  }
+
+  // A part of the axis was dragged over: it is shown alone.
+  drop(clientX) {
+    const ends = [this.dragged, this.at(clientX)].sort((a, b) => a - b);
+    this.dragged = undefined;
+    this.selection?.setAttribute("width", 0);
+    if (this.x(ends[1]) - this.x(ends[0]) > SHORTEST_DRAG) this.zoomTo(ends);
+  }
+
+  // range: [low, high], null for all.
+  zoomTo(range) {
+    this.zoom = range;
+    this.pointAway();
+    this.drawSoon();
   }
 
   pointByKey(event) {
     const moves = { ArrowLeft: -0.02, ArrowRight: 0.02 };
-    if (!(event.key in moves) || !this.cursor) return;
+    const spans = { "+": 0.25, "-": 1 }; // a half, twice as much, on both sides of a value
+    if (event.key === "Escape") this.zoomTo(null);
+    if (!this.cursor || !(event.key in moves || event.key in spans)) return;
     event.preventDefault();
     const [low, high] = this.xs;
-    const next = (this.pointed ?? high) + moves[event.key] * (high - low);
-    this.read(Math.min(high, Math.max(low, next)));
+    const now = this.pointed ?? (event.key in moves ? high : (low + high) / 2);
+    const span = spans[event.key] * (high - low);
+    if (span) return this.zoomTo([now - span, now + span]);
+    this.read(Math.min(high, Math.max(low, now + moves[event.key] * (high - low))));
   }
 
   pointAway() {
     this.pointed = undefined;
+    this.dragged = undefined;
     this.tip.hidden = true;
     this.cursor?.setAttribute("x1", -9);
     this.cursor?.setAttribute("x2", -9);
@@ -269,7 +297,9 @@ export class Chart {
   read(step) {
     const found = this.series.filter((one) => one.x.length).map((one) => {
       const i = nearest(one.x, step);
-      return { one, step: one.x[i], value: one.line[i] };
+      const j = nearest(one.val.x, step);
+      const val = j < 0 ? "" : ` (validation ${number(one.val.y[j])})`;
+      return { one, step: one.x[i], value: `${number(one.line[i])}${val}` };
     });
     if (!found.length) return;
     this.pointed = step;
@@ -280,7 +310,7 @@ export class Chart {
     this.tip.replaceChildren(
       el("strong", {}, `${this.options.xLabel ?? "step"} ${whole(at.step)}`),
       ...found.slice(0, MOST_IN_TIP).map(({ one, value }) => el(
-        "div", {}, el("span", { class: `swatch ${colorOf(one)}` }), `${number(value)} ${one.name}`,
+        "div", {}, el("span", { class: `swatch ${colorOf(one)}` }), `${value} ${one.name}`,
       )),
     );
     this.tip.hidden = false;
@@ -296,8 +326,8 @@ export const colorOf = ({ color }) => `series-${color % COLORS}${color < COLORS 
 // A pixel with one digit: toFixed takes five times as long.
 const tenths = (value) => Math.round(value * 10) / 10;
 
-// The index of the sorted number nearest to a value.
-function nearest(sorted, value) {
+// The index of the sorted number nearest to a value; -1 if there is none.
+export function nearest(sorted, value) {
   let low = 0;
   let high = sorted.length - 1;
   while (high - low > 1) {

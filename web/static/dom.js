@@ -29,6 +29,12 @@ export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+// Say how something ended.
+export function tell(node, text, isProblem = false) {
+  node.className = isProblem ? "problem" : "";
+  say(node, text);
+}
+
 // Fill a <select> with [value, text] pairs, if they are new: a list that is open would close.
 // What was chosen stays chosen, if it is still there.
 export function fillSelect(select, pairs) {

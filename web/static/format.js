@@ -4,7 +4,6 @@ export const NOTHING = "–";
 
 const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 // 3.142, 0.0123, 1.2e-5, 12,345; a dash for what is not known.
 export function number(value) {
@@ -21,9 +20,6 @@ export function whole(value) {
   if (value === null || value === undefined) return NOTHING;
   return WHOLE.format(Math.round(value) || 0); // never -0
 }
-
-// 6.65B, 130M
-export const compact = (value) => COMPACT.format(value);
 
 // How long ago a time was. seconds: since 1970.
 export function ago(seconds) {

@@ -1,7 +1,7 @@
 // The views and the address: #runs?run=a&run=b shows the view `runs` with two runs chosen.
 
-import { forgetKey, getJSON, hasKey } from "./api.js";
-import { byId } from "./dom.js";
+import { attempt, forgetKey, getJSON, hasKey } from "./api.js";
+import { byId, say } from "./dom.js";
 import * as evaluation from "./evaluation.js";
 import * as jobs from "./jobs.js";
 import * as playground from "./playground.js";
@@ -9,13 +9,18 @@ import * as runs from "./runs.js";
 
 // Each view has start(about), once, then show(parameters) and hide().
 const VIEWS = { playground, runs, evaluation, jobs };
-const NEEDS = { playground: "model", runs: "runs", evaluation: "runs", jobs: "jobs" };
+const NEEDS = { // what a view shows, and how to start a server that has it
+  playground: ["model", "python serve.py RUN --runs=FOLDER"],
+  runs: ["runs", "python serve.py --runs=runs"],
+  evaluation: ["runs", "python serve.py --runs=runs"],
+  jobs: ["jobs", "python serve.py runs/demo --jobs=jobs\npython -m web.worker jobs"],
+};
 
 let about = null;
 let shown = null;
 const started = new Set();
 
-const isThere = (name) => Boolean(about[NEEDS[name]]);
+const isThere = (name) => Boolean(about[NEEDS[name][0]]);
 
 function route() {
   const [wanted, query] = location.hash.slice(1).split("?");
@@ -29,9 +34,9 @@ function route() {
     if (other === name) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  for (const need of new Set(Object.values(NEEDS))) {
-    byId(`no-${need}`).hidden = need !== NEEDS[name] || isThere(name);
-  }
+  byId("missing").hidden = isThere(name);
+  say(byId("missing-part"), NEEDS[name][0]);
+  say(byId("missing-command"), NEEDS[name][1]);
   byId(name).hidden = !isThere(name);
   document.title = `${byId(name).querySelector("h1").textContent} · MPT`;
   if (!isThere(name)) return;
@@ -46,19 +51,12 @@ async function main() {
     forgetKey();
     location.reload();
   };
-  try {
+  await attempt(byId("notice"), async () => {
     about = await getJSON("/api/about");
-  } catch (error) {
-    byId("notice").textContent = error.message;
-    return;
-  }
+  });
+  if (!about) return;
   forget.hidden = !hasKey();
   byId("model-name").textContent = about.model ?? "";
-  for (const name of Object.keys(VIEWS)) {
-    const link = document.querySelector(`nav a[href="#${name}"]`);
-    link.classList.toggle("missing", !isThere(name));
-  }
-  byId("loading").hidden = true;
   addEventListener("hashchange", route);
   addEventListener("invalid", ({ target }) => { // a closed section would hide what is wrong
     target.closest("details")?.setAttribute("open", "");

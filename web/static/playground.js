@@ -21,8 +21,7 @@ const models = new Poll(3000, loadModels);
 
 export function start(about) {
   if (matchMedia("(max-width: 760px)").matches) byId("sampling").open = false;
-  byId("kind-text").onchange = showKind;
-  byId("kind-chat").onchange = showKind;
+  byId("kind").onchange = showKind;
   byId("ask").onsubmit = (event) => {
     event.preventDefault();
     ask();
@@ -33,8 +32,9 @@ export function start(about) {
   byId("model-a").onchange = fillBeside;
   byId("stop").onclick = () => controller?.abort();
   byId("clear").onclick = clear;
-  byId("curl").onclick = copyAsCurl;
-  byId("schema").oninput = () => schemaOf();
+  byId("curl").onclick = showAsCurl;
+  byId("schema").oninput = schemaOf;
+  byId("structure").ontoggle = schemaOf;
   byId("schema-example").onclick = () => {
     byId("schema").value = JSON.stringify(EXAMPLE, null, 2);
     schemaOf();
@@ -46,6 +46,9 @@ export function show(parameters) {
   if (parameters.has("kind")) {
     setKind(parameters.get("kind"));
     byId("structure").open = false; // so no schema of before is sent
+  }
+  for (const id of ["prompt", "system"]) {
+    if (parameters.has(id)) byId(id).value = parameters.get(id);
   }
   for (const [id, name] of [["model-a", "model"], ["model-b", "beside"]]) {
     if (parameters.has(name)) wanted[id] = parameters.get(name);
@@ -81,10 +84,10 @@ function fillBeside() {
   fillSelect(byId("model-b"), [["", "none"], ...others.map((name) => [name, name])]);
 }
 
-const isChat = () => byId("kind-chat").checked;
+const isChat = () => byId("kind").value === "chat";
 
 function setKind(kind) {
-  byId(kind === "chat" ? "kind-chat" : "kind-text").checked = true;
+  byId("kind").value = kind;
   showKind();
 }
 
@@ -107,29 +110,20 @@ function clear() {
   say(byId("ask-status"), "");
 }
 
-// The schema as an object; null for none, or if its section is closed; undefined if it is wrong.
+// The schema as an object; null for none, if its section is closed, or if it is wrong: then the form
+// cannot be sent, and the browser says why.
 function schemaOf() {
-  const text = byId("structure").open ? byId("schema").value.trim() : "";
-  const problem = byId("schema-problem");
-  let schema = null;
-  let wrong = "";
+  const field = byId("schema");
+  const text = byId("structure").open ? field.value.trim() : "";
+  field.setCustomValidity("");
   try {
-    if (text) schema = JSON.parse(text);
-    if (text && (typeof schema !== "object" || schema === null)) wrong = "A schema is an object.";
+    const schema = text ? JSON.parse(text) : null;
+    if (typeof schema === "object") return schema;
+    field.setCustomValidity("A schema is an object.");
   } catch (error) {
-    wrong = `This is not JSON yet: ${error.message}`;
+    field.setCustomValidity(`This is not JSON yet: ${error.message}`);
   }
-  say(problem, wrong);
-  byId("schema").setAttribute("aria-invalid", String(Boolean(wrong)));
-  return wrong ? undefined : schema;
-}
-
-// Is there a schema that cannot be sent? Says so.
-function isSchemaWrong() {
-  if (schemaOf() !== undefined) return false;
-  byId("schema").focus();
-  say(byId("ask-status"), "The JSON schema is not valid: mend it, or close its section.");
-  return true;
+  return null;
 }
 
 // A request's body. messages: the conversation, its last message included; null: no chat.
@@ -164,7 +158,7 @@ function requestOf(model, column) {
 }
 
 async function ask() {
-  if (controller || isSchemaWrong()) return;
+  if (controller) return;
   const asked = chosenModels();
   const prompt = byId("prompt").value;
   if (isChat() && !prompt.trim()) return say(byId("ask-status"), "Write a message first.");
@@ -257,28 +251,19 @@ function takeIn(chunk, counted) {
   counted.tokens = chunk.usage?.completion_tokens ?? counted.tokens;
 }
 
-function summary({ text, tokens, reason }, seconds, body) {
+function summary({ tokens, reason }, seconds, body) {
   const parts = [`${seconds.toFixed(1)} s`];
   if (tokens !== null) {
     parts.unshift(plural(tokens, "token"));
     parts.push(`${number(tokens / seconds)} tokens/s`);
   }
   if (reason === "length") parts.push(`stopped at the limit of ${whole(tokens)} new tokens`);
-  if (body.response_format) parts.push(isJSON(text) ? "valid JSON" : "not complete JSON");
+  if (body.response_format) parts.push(reason === "stop" ? "valid JSON" : "not complete JSON");
   return parts.join(" · ");
 }
 
-function isJSON(text) {
-  try {
-    JSON.parse(text);
-    return true;
-  } catch {
-    return false;
-  }
-}
-
-async function copyAsCurl() {
-  if (isSchemaWrong()) return;
+function showAsCurl() {
+  if (!byId("ask").reportValidity()) return;
   const body = requestOf(byId("model-a").value, columns[0]);
   const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
   const lines = [
@@ -290,11 +275,6 @@ async function copyAsCurl() {
   const shown = byId("curl-text");
   shown.textContent = lines.join(" \\\n  ");
   shown.hidden = false;
-  try {
-    await navigator.clipboard.writeText(shown.textContent);
-    say(byId("ask-status"), "Copied.");
-  } catch {
-    getSelection().selectAllChildren(shown); // browsers let pages copy by themselves only on https
-    say(byId("ask-status"), "The command is selected below: copy it.");
-  }
+  getSelection().selectAllChildren(shown);
+  say(byId("ask-status"), "The command is selected below: copy it.");
 }

@@ -1,9 +1,9 @@
 // The list of runs, and the curves of those that are chosen: hundreds of runs, live.
 
-import { Poll, call, getJSON, quoted } from "./api.js";
-import { Chart, colorOf } from "./chart.js";
+import { Poll, attempt, call, getJSON, quoted } from "./api.js";
+import { Chart, colorOf, nearest } from "./chart.js";
 import { byId, download, el, say, table } from "./dom.js";
-import { NOTHING, ago, compact, number, plural, whole } from "./format.js";
+import { NOTHING, ago, number, plural, whole } from "./format.js";
 
 const LIST_MS = 2000;
 const LIVE_MS = 1000;
@@ -17,13 +17,12 @@ const HEADS = [
   ["updated", "Updated"],
 ];
 const MOST_AT_ONCE = 20; // curves
-const END = 12; // letters of a name that are always shown
-const MOST_ABREAST = 3; // runs, as columns of the table of settings; more of them are its rows
 
-const rows = new Map(); // a run's name -> {run, node, cells, box, note}: its line in the list
+const rows = new Map(); // a run's name -> {run, node, cells, box, reason}: its line in the list
 const chosen = new Map(); // a run's name -> {name, color, curve, about, problem, node}
 let order = { by: "updated", isDown: true };
 let chart = null;
+let isFirst = true; // is the list still to be read?
 let drawn = ""; // which runs the table of differences shows
 
 const list = new Poll(LIST_MS, loadList);
@@ -43,6 +42,7 @@ export function start() {
   byId("column").onchange = reloadCurves;
   byId("smoothing").oninput = draw;
   byId("log").onchange = draw;
+  byId("axis").onchange = reloadCurves;
   draw();
 }
 
@@ -69,7 +69,6 @@ async function loadList() {
   for (const [name, row] of rows) {
     if (names.has(name)) continue;
     row.node.remove();
-    row.note.remove();
     rows.delete(name);
   }
   let isNew = false;
@@ -82,6 +81,9 @@ async function loadList() {
   }
   if (isNew) sort();
   filter();
+  const [newest] = runs.filter(({ state }) => state !== "damaged" && state !== "empty");
+  if (isFirst && newest && !chosen.size) choose(newest.name);
+  isFirst = false;
 }
 
 function newRow(name) {
@@ -93,30 +95,20 @@ function newRow(name) {
   const cells = HEADS.map(([by]) => el("td", { class: by }));
   const node = el("tr", {}, el("td", {}, box), ...cells);
   cells[0].onclick = () => box.click();
-  cells[0].title = name;
-  cells[0].append(cutName(name));
-  const reason = el("div");
-  const note = el("tr", { class: "note" }, el("td"), el("td", { colspan: HEADS.length }, reason));
-  const row = { node, cells, box, note, reason, run: { name } };
+  const reason = el("div", { class: "hint" });
+  cells[0].append(name, reason);
+  const row = { node, cells, box, reason, run: { name } };
   rows.set(name, row);
   return row;
 }
 
-// A name of which style.css cuts the middle: runs of a sweep differ in their ends.
-function cutName(name) {
-  const letters = Array.from(name);
-  const head = el("span", { class: "head" }, letters.slice(0, -END).join(""));
-  return el("div", { class: "cut" }, head, el("span", {}, letters.slice(-END).join("")));
-}
-
 function fillRow({ node, cells, reason, run }) {
   const isWhole = !run.max_steps || run.step === run.max_steps;
-  const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${compact(run.max_steps)}`;
+  const steps = isWhole ? whole(run.step) : `${whole(run.step)} / ${whole(run.max_steps)}`;
   const losses = [number(run.loss), number(run.val_loss)];
   const texts = [run.state, ...losses, steps, ago(run.updated)];
   texts.forEach((text, i) => say(cells[i + 1], text));
   node.dataset.state = run.state;
-  node.classList.toggle("noted", Boolean(run.problem));
   say(reason, run.problem ?? "");
 }
 
@@ -139,7 +131,7 @@ function sorted() {
 
 function sort() {
   const { by, isDown } = order;
-  byId("run-table").tBodies[0].append(...sorted().flatMap(({ node, note }) => [node, note]));
+  byId("run-table").tBodies[0].append(...sorted().map(({ node }) => node));
   for (const head of byId("run-table").tHead.querySelectorAll("[data-by]")) {
     if (head.dataset.by !== by) head.removeAttribute("aria-sort");
     else head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
@@ -150,17 +142,14 @@ function sort() {
 function filter() {
   const words = byId("run-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   let count = 0;
-  for (const { node, note, cells, run } of rows.values()) {
+  for (const { node, cells, run } of rows.values()) {
     const text = `${run.name} ${cells[1].textContent}`.toLowerCase();
     const isSeen = words.every((word) => text.includes(word));
     if (node.hidden === isSeen) node.hidden = !isSeen;
-    note.hidden = !isSeen || !run.problem;
     count += isSeen;
   }
   const all = plural(rows.size, "run");
   const seen = count === rows.size ? all : `${whole(count)} of ${all}`;
-  const some = count > MOST_AT_ONCE ? `the first ${MOST_AT_ONCE}` : "all shown";
-  say(byId("choose-all"), `Choose ${some}`);
   say(byId("run-count"), rows.size ? seen : "There are no runs yet: train one into this folder.");
 }
 
@@ -214,19 +203,20 @@ function legendOf(one) {
     "aria-label": `Remove ${one.name}`,
     onclick: () => drop(one.name),
   }, "×");
-  const name = el("div", { class: "name", title: one.name }, cutName(one.name));
-  return el("li", {}, el("span", { class: `swatch ${colorOf(one)}` }), name, state, card, away);
+  const name = el("div", { class: "name" }, one.name);
+  const job = el("a", { href: `#jobs?${new URLSearchParams({ run: one.name })}` }, "Job");
+  const link = one.name.startsWith("jobs/") ? [job] : [];
+  const swatch = el("span", { class: `swatch ${colorOf(one)}` });
+  return el("li", {}, swatch, name, state, link, card, away);
 }
 
 async function saveCard(one) {
   say(one.state, "making the card …");
-  try {
+  await attempt(one.state, async () => {
     const response = await call(`/api/runs/${quoted(one.name)}/card`);
     download(await response.blob(), `${one.name.replaceAll("/", "-")}-card.md`);
     sayState(one);
-  } catch (error) {
-    say(one.state, error.message);
-  }
+  });
 }
 
 // --- Curves
@@ -234,10 +224,13 @@ async function saveCard(one) {
 async function loadCurve(one) {
   const column = byId("column").value;
   try {
-    const path = `/api/runs/${quoted(one.name)}/curve?column=${column}&points=${POINTS}`;
-    const curve = await getJSON(path);
-    if (column !== byId("column").value) return; // another one was chosen meanwhile
-    one.curve = curve;
+    const path = `/api/runs/${quoted(one.name)}/curve?points=${POINTS}&column=`;
+    const isTimed = byId("axis").value === "seconds";
+    const speed = isTimed ? await getJSON(`${path}tokens_per_second`) : null;
+    const curve = await getJSON(path + column);
+    const isSame = isTimed === (byId("axis").value === "seconds");
+    if (!isSame || column !== byId("column").value) return; // others were chosen meanwhile
+    Object.assign(one, { curve, speed });
     one.problem = curve.problem;
   } catch (error) {
     one.problem = error.message;
@@ -261,24 +254,7 @@ async function followCurves() {
     if (!curve || !run) return false;
     return run.state === "running" || (run.state !== "damaged" && curve.last < run.step);
   });
-  await Promise.all(growing.map(follow));
-  if (growing.length) draw();
-}
-
-async function follow(one) {
-  const before = one.curve;
-  const path = `/api/runs/${quoted(one.name)}/curve?column=${before.column}&points=${POINTS}`;
-  const more = await getJSON(`${path}&after=${before.last}`);
-  if (one.curve !== before) return;
-  if (more.last < before.last || before.x.length > 3 * POINTS) return loadCurve(one);
-  for (const list of ["x", "low", "mean", "high"]) before[list].push(...more[list]);
-  before.val.x.push(...more.val.x);
-  before.val.y.push(...more.val.y);
-  const known = new Set(before.restarts.map(({ x, label }) => `${x} ${label}`));
-  before.restarts.push(...more.restarts.filter(({ x, label }) => !known.has(`${x} ${label}`)));
-  Object.assign(before, { last: more.last, value: more.value });
-  one.problem = more.problem;
-  sayState(one);
+  await Promise.all(growing.map(loadCurve));
 }
 
 // The last value, or what is wrong.
@@ -292,12 +268,39 @@ function sayState(one) {
 
 function draw() {
   const loaded = [...chosen.values()].filter(({ curve }) => curve);
-  const series = loaded.map(({ name, color, curve }) => ({ name, color, ...curve }));
+  const xLabel = byId("axis").value;
+  const series = loaded.map((one) => seriesOf(one, xLabel)).filter(Boolean);
   const smoothing = Number(byId("smoothing").value);
-  chart.show(series, { log: byId("log").checked, smoothing });
-  const rings = series.some(({ val }) => val.x.length) ? "Rings: validation losses." : "";
-  say(byId("run-hint"), chosen.size ? rings : "Choose one run or several to see their curves.");
+  chart.show(series, { log: byId("log").checked, smoothing, xLabel });
+  const rings = series.some(({ val }) => val.x.length) ? "Rings: validation losses. " : "";
+  const hint = `${rings}Drag over steps, or press + and -, to zoom; Escape shows all.`;
+  say(byId("run-hint"), chosen.size ? hint : "Choose one run or several to see their curves.");
   showDifferences();
+}
+
+// A curve as the chart draws it; null if the places of its steps are not known (yet).
+function seriesOf(one, axis) {
+  const { name, color, curve } = one;
+  const place = placeOf(one, axis);
+  if (!place) return null;
+  const val = { x: curve.val.x.map(place), y: curve.val.y };
+  const restarts = curve.restarts.map(({ x, label }) => ({ x: place(x), label }));
+  return { name, color, ...curve, x: curve.x.map(place), val, restarts };
+}
+
+// Step -> tokens or seconds of the training: so far each stretch of steps had its mean speed.
+function placeOf({ about, speed }, axis) {
+  if (axis === "step") return (step) => step;
+  const { global_batch_size: rows, max_seq_len: length } = about?.settings ?? {};
+  const tokens = rows * length; // of a step
+  if (!(tokens > 0) || (axis === "seconds" && !speed?.x.length)) return null;
+  if (axis === "tokens") return (step) => step * tokens;
+  let sum = 0;
+  const seconds = speed.x.map((step, i) => {
+    sum += ((step - (speed.x[i - 1] ?? 0)) * tokens) / speed.mean[i];
+    return sum;
+  });
+  return (step) => (step ? seconds[nearest(speed.x, step)] : 0);
 }
 
 // --- Settings
@@ -308,7 +311,7 @@ async function loadAbout(one) {
   } catch (error) {
     one.about = { settings: {}, launches: [], problem: error.message };
   }
-  showDifferences();
+  draw();
 }
 
 // A table of the settings in which the chosen runs differ; of a single run all of them.
@@ -336,10 +339,7 @@ function showDifferences() {
     return place.replaceChildren(el("p", { class: "hint" }, "These runs have the same settings."));
   }
   const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": title };
-  const isTurned = known.length > MOST_ABREAST;
-  const all = [[isTurned ? "Run" : "Setting", ...runNames], ...lines];
-  const [heads, ...cells] = isTurned ? all[0].map((_, i) => all.map((line) => line[i])) : all;
-  const made = el("div", region, table("", heads, cells));
+  const made = el("div", region, table("", ["Setting", ...runNames], lines));
   place.replaceChildren(el("details", { open: !single }, el("summary", {}, title), made));
 }
 
