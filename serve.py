@@ -74,7 +74,7 @@ class ServeSettings:
     threads: Int[1, 10**4] = 1  # of PyTorch; more are slower if other programs run on a CPU
     max_requests: Int[1, 10**9] = 12800  # open at the same time; more get status 429
     max_seconds: Int[1, 10**9] = 600  # of a request
-    drain_seconds: Int[0, 10**9] = 30  # after SIGTERM, for open requests to finish
+    drain_seconds: Int[0, 10**9] = 25  # after SIGTERM, for open requests; torchrun kills after 30
     step: int | None = None  # which checkpoint (none = the newest)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own; gpt2 if it names none)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
@@ -106,12 +106,12 @@ def main(argv) -> None:
     from web.server import Server
 
     require_work(run, cfg)
-    if cfg.tp > 1 and program.rank() > 0:
-        follow_rank_0(cfg, run)
-        return
     is_safe = is_loopback(cfg.host) or cfg.keys or cfg.force
     require(is_safe, f"--host={cfg.host} lets everybody in: give --keys=FILE, or --force")
     keys = guard.read_keys(cfg.keys) if cfg.keys else []
+    if cfg.tp > 1 and program.rank() > 0:
+        follow_rank_0(cfg, run)
+        return
     n_files = program.raise_file_limit()  # each open request is an open file
     most_open = min(cfg.max_requests, n_files - guard.SPARE_FILES)
     require(most_open > 0, f"only {n_files} files may be open: raise it with ulimit -n")

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import inspect
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ import pytest
 from conftest import PATIENCE
 from launches import Job, wait_for
 from servers import served_folder
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import generate
 import serve
@@ -80,6 +82,20 @@ def test_a_rank_that_dies_ends_the_server(tiny_run, tmp_path):
         assert job.wait(but=1) == [75], job.log()
         (line,) = [line for line in job.errors() if "a text has failed" not in line]
         assert job.name_of(1) in line
+
+
+@pytest.mark.parametrize("flag", ["--keys=nokeys.txt", "--host=0.0.0.0"])
+def test_a_wrong_setting_ends_all_ranks(flag, tiny_run, tmp_path):
+    """Also those that ignore torchrun's SIGTERM once they follow rank 0."""
+    folder = served_folder(tiny_run, tmp_path)
+    with Job(folder, 2, serve.main, [*FLAGS, "--tp=2", flag]) as job:
+        assert job.wait(seconds=60) == [2, 2], job.log()
+
+
+def test_texts_end_before_torchrun_kills_the_ranks():
+    """They get an error as an answer, and not none."""
+    patience = inspect.signature(LocalElasticAgent).parameters["shutdown_timeout"].default
+    assert serve.ServeSettings().drain_seconds < patience
 
 
 def running_at(port) -> int:
