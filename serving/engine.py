@@ -299,14 +299,18 @@ class Engine:
         self.batch.join()
         self.running.append(request)
         self.reading = None
-        if request.text.max_new_tokens:
-            self.add_tokens([request], logits)
-            self.speed.prompts += 1
-        else:  # its prompt was to be read, no more
-            request.text.end = "max_new_tokens"
-            self.events.append(Event(request, end=request.text.end))
-            self.remove(request)
-        self.batch.end_prompt(None if request.error else self.prefix_start(request))
+        start = None
+        try:
+            if request.text.max_new_tokens:
+                self.add_tokens([request], logits)
+                self.speed.prompts += 1
+            else:  # its prompt was to be read, no more
+                request.text.end = "max_new_tokens"
+                self.events.append(Event(request, end=request.text.end))
+                self.remove(request)
+            start = None if request.error else self.prefix_start(request)
+        finally:
+            self.batch.end_prompt(start)
 
     def note_prompt(self, request: Request, logits) -> torch.Tensor:
         """Report the log-probabilities of what was read, and return the last logits, (1, V).
