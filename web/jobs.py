@@ -336,14 +336,14 @@ def add_changes(app: FastAPI, folder: Path, shown, one_at_a_time: threading.Lock
             return as_json(shown(job))
 
     @app.post("/v1/fine_tuning/jobs/{job_id}/resume")
-    def resume(job_id: str, http: HttpRequest):
+    def resume(job_id: str):
         """Let a job that is paused, failed or cancelled go on from its last checkpoint."""
         job = Job(place(folder, job_id, "ftjob"))
+        rests = ("paused", "failed", "cancelled")
         with on_disk(), one_at_a_time:
-            if status_of(job)["status"] not in ("paused", "failed", "cancelled"):
-                raise ApiError(400, "the job is not paused, failed or cancelled")
-            with locked(job):
-                require_few(folder, http.scope["state"].get("owner", ""))
+            with locked(job, rests, "the job is not paused, failed or cancelled"):
+                with contextlib.suppress(UserError):  # a damaged one fails once more
+                    require_few(folder, job.asked["owner"])
                 resume_job(job)
             return as_json(shown(job))
 
@@ -351,11 +351,8 @@ def add_changes(app: FastAPI, folder: Path, shown, one_at_a_time: threading.Lock
     def delete(job_id: str):
         """Delete a job that has ended or is paused. The model of one that has succeeded stays."""
         job = Job(place(folder, job_id, "ftjob"))
-        with on_disk():
-            if status_of(job)["status"] not in AT_REST:
-                raise ApiError(400, "the job waits or runs: cancel it first")
-            with locked(job):
-                delete_job(job)
+        with on_disk(), locked(job, AT_REST, "the job waits or runs: cancel it first"):
+            delete_job(job)
         return {"id": job_id, "object": "fine_tuning.job", "deleted": True}
 
 
@@ -501,15 +498,21 @@ def new_job(asked: dict, finetuning: Finetuning) -> Job:
 
 
 @contextlib.contextmanager
-def locked(job: Job):
-    """While this block runs, no worker takes the job. ApiError if one has it, or its training."""
+def locked(job: Job, statuses: tuple, problem: str):
+    """While this block runs, no worker takes the job. ApiError if one has it, or its training.
+
+    statuses: that it may have; problem: for one that has another.
+    """
     file = job.lock()
-    if file is None:
-        raise ApiError(409, "its training has not ended yet: try again once it has")
     try:
+        if status_of(job)["status"] not in statuses:
+            raise ApiError(400, problem)
+        if file is None:
+            raise ApiError(409, "its training has not ended yet: try again once it has")
         yield
     finally:
-        os.close(file)
+        if file is not None:
+            os.close(file)
 
 
 def resume_job(job: Job) -> None:

@@ -86,7 +86,8 @@ def test_a_key_has_few_jobs_at_a_time(tmp_path):
     client.post(f"{JOBS}/{job_ids[0]}/cancel")
     client.post(f"{JOBS}/{job_ids[1]}/pause")
     assert [client.post(JOBS, json=body).status_code for _ in range(3)] == [200, 200, 429]
-    assert client.post(f"{JOBS}/{job_ids[1]}/resume").status_code == 429
+    for each in (client, other):  # whoever resumes it, it counts for its owner
+        assert each.post(f"{JOBS}/{job_ids[1]}/resume").status_code == 429
     assert client.get(f"{JOBS}/{job_ids[1]}").json()["paused"]
 
 
@@ -544,6 +545,22 @@ def test_jobs_and_models_are_deleted(tmp_path):
     client.post(f"{JOBS}/{waiting.id}/cancel")
     worker = worker_of(tmp_path)
     assert work(worker, client, waiting.id)["status"] == "succeeded"
+
+
+@pytest.mark.parametrize("method, path", [("DELETE", ""), ("POST", "/resume")])
+def test_a_job_that_is_resumed_meanwhile_stays(tmp_path, monkeypatch, method, path):
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    job.write_state(status="paused")
+    lock = Job.lock
+
+    def late(job):
+        jobs.resume_job(job)
+        return lock(job)
+
+    monkeypatch.setattr(Job, "lock", late)
+    assert client.request(method, f"{JOBS}/{job.id}{path}").status_code == 400
+    assert status(client, job.id) == "queued"
 
 
 @pytest.mark.slow
