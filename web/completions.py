@@ -299,7 +299,12 @@ async def respond(body: Generation, service: Service, http: HttpRequest) -> Resp
     """Answer a request, whole or as a stream, unless its client leaves before."""
     if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options needs stream: set it", param="stream_options")
-    answering = asyncio.ensure_future(answer(body, service, http))
+    return await unless_left(http, answer(body, service, http))
+
+
+async def unless_left(http: HttpRequest, work) -> Response:
+    """The answer of a coroutine, which is cancelled if the client leaves before."""
+    answering = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(client_leaves(http))
     try:
         await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)

@@ -51,6 +51,7 @@ from program import UserError, one_line
 from serving.catalog import is_finished
 from storage import files
 from storage.files import open_regular
+from web.completions import unless_left
 from web.files import (
     META,
     Finetuning,
@@ -335,14 +336,14 @@ def add_changes(app: FastAPI, folder: Path, shown, one_at_a_time: threading.Lock
             return as_json(shown(job))
 
     @app.post("/v1/fine_tuning/jobs/{job_id}/resume")
-    def resume(job_id: str, http: HttpRequest):
+    def resume(job_id: str):
         """Let a job that is paused, failed or cancelled go on from its last checkpoint."""
         job = Job(place(folder, job_id, "ftjob"))
+        rests = ("paused", "failed", "cancelled")
         with on_disk(), one_at_a_time:
-            if status_of(job)["status"] not in ("paused", "failed", "cancelled"):
-                raise ApiError(400, "the job is not paused, failed or cancelled")
-            with locked(job):
-                require_few(folder, http.scope["state"].get("owner", ""))
+            with locked(job, rests, "the job is not paused, failed or cancelled"):
+                with contextlib.suppress(UserError):  # a damaged one fails once more
+                    require_few(folder, job.asked["owner"])
                 resume_job(job)
             return as_json(shown(job))
 
@@ -350,11 +351,8 @@ def add_changes(app: FastAPI, folder: Path, shown, one_at_a_time: threading.Lock
     def delete(job_id: str):
         """Delete a job that has ended or is paused. The model of one that has succeeded stays."""
         job = Job(place(folder, job_id, "ftjob"))
-        with on_disk():
-            if status_of(job)["status"] not in AT_REST:
-                raise ApiError(400, "the job waits or runs: cancel it first")
-            with locked(job):
-                delete_job(job)
+        with on_disk(), locked(job, AT_REST, "the job waits or runs: cancel it first"):
+            delete_job(job)
         return {"id": job_id, "object": "fine_tuning.job", "deleted": True}
 
 
@@ -364,8 +362,11 @@ def add_preview(app: FastAPI, service, runs: Runs) -> None:
     one_at_a_time = asyncio.Lock()  # each takes a processor
 
     @app.post("/v1/fine_tuning/jobs/preview")
-    async def preview(body: JobRequest):
+    async def preview(body: JobRequest, http: HttpRequest):
         """What a job would come to: examples, tokens, steps, minutes. Takes what `create` takes."""
+        return await unless_left(http, answer(body))
+
+    async def answer(body: JobRequest):
         start = await asyncio.to_thread(check, body, service, finetuning)
         async with one_at_a_time:
             with on_disk():
@@ -497,15 +498,21 @@ def new_job(asked: dict, finetuning: Finetuning) -> Job:
 
 
 @contextlib.contextmanager
-def locked(job: Job):
-    """While this block runs, no worker takes the job. ApiError if one has it, or its training."""
+def locked(job: Job, statuses: tuple, problem: str):
+    """While this block runs, no worker takes the job. ApiError if one has it, or its training.
+
+    statuses: that it may have; problem: for one that has another.
+    """
     file = job.lock()
-    if file is None:
-        raise ApiError(409, "its training has not ended yet: try again once it has")
     try:
+        if status_of(job)["status"] not in statuses:
+            raise ApiError(400, problem)
+        if file is None:
+            raise ApiError(409, "its training has not ended yet: try again once it has")
         yield
     finally:
-        os.close(file)
+        if file is not None:
+            os.close(file)
 
 
 def resume_job(job: Job) -> None:
@@ -639,10 +646,10 @@ def metrics_of(job: Job, runs: Runs):
         yield runs.read(job.run_dir) if n_steps else Columns(Path()), n_steps
 
 
-def seconds_of_step(columns: Columns) -> float:
-    """How long a step takes by the last ones; 0 before the first."""
-    seconds = filter(math.isfinite, columns.metrics.steps["seconds"][-100:])
-    return statistics.median([*seconds] or [0])
+def median_of_last(columns: Columns, name: str) -> float:
+    """The median of a column over the last steps; 0 before the first."""
+    values = filter(math.isfinite, columns.metrics.steps[name][-100:])
+    return statistics.median([*values] or [0])
 
 
 def minutes_of(plan: dict, finetuning: Finetuning, runs: Runs) -> float | None:
@@ -650,11 +657,9 @@ def minutes_of(plan: dict, finetuning: Finetuning, runs: Runs) -> float | None:
     folder = finetuning.folder / "jobs"
     for job in (Job(folder / name) for name in ids_in(folder, "ftjob")[::-1][:MOST_LOOKED_AT]):
         with contextlib.suppress(UserError, OSError), metrics_of(job, runs) as (columns, _):
-            seconds = seconds_of_step(columns)
-            if seconds and job.asked["base"] == finetuning.base:
-                settings = runlog.read_settings(job.run_dir)
-                per_token = seconds / (settings["global_batch_size"] * settings["max_seq_len"])
-                return plan["steps"] * plan["rows"] * plan["row_tokens"] * per_token / 60
+            speed = median_of_last(columns, "tokens_per_second")
+            if speed and job.asked["base"] == finetuning.base:
+                return plan["steps"] * plan["rows"] * plan["row_tokens"] / speed / 60
     return None
 
 
@@ -665,7 +670,7 @@ def progress_of(job: Job, runs: Runs) -> dict:
     it is late.
     """
     with metrics_of(job, runs) as (columns, n_steps), contextlib.suppress(UserError, OSError):
-        if seconds := seconds_of_step(columns):
+        if seconds := median_of_last(columns, "seconds"):
             step = columns.steps[-1]
             written_at = (job.run_dir / "metrics.jsonl").stat().st_mtime
             finish = written_at + (n_steps - step) * seconds

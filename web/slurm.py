@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from program import RESUME_ME, UserError, require
-from web.jobs import Job
+from web.jobs import Job, status_of
 
 RUNNING, GONE = "running", "gone"  # what a launcher says of a training, besides its exit status
 SCRIPT = Path(__file__).resolve().parent.parent / "slurm" / "finetune.sbatch"
@@ -66,7 +66,7 @@ class Slurm:
         """
         self.seen.pop(job.id, None)
         self.cancelled.pop(job.id, None)  # a job may be paused, and then cancelled
-        if self.ask(job, tells=False) == RUNNING:
+        if self.ask(job) == RUNNING:
             return
         log = str(job.log).replace("%", "%%")
         options = [f"--job-name={job.id}", f"--ntasks={self.nproc}", f"--output={log}"]
@@ -87,11 +87,11 @@ class Slurm:
         """
         asked, state = self.seen.get(job.id, (-math.inf, GONE))
         if time.monotonic() - asked > LOOK_SECONDS:
-            state = self.ask(job)
+            state = self.ask(job, tells=status_of(job)["status"] == "running")
             self.seen[job.id] = time.monotonic(), state
         return state
 
-    def ask(self, job: Job, tells: bool = True) -> str | int:
+    def ask(self, job: Job, tells: bool = False) -> str | int:
         """The same, from squeue. tells: the log of the job, if an operator has cancelled it."""
         words = ["squeue", "--me", "--noheader", f"--name={job.id}", "--states=all"]
         lines = answer([*words, "--format=%A %T"]).splitlines()
@@ -100,7 +100,7 @@ class Slurm:
         number, state = max((line.split() for line in lines), key=lambda fields: int(fields[0]))
         if state not in FINAL:
             return RUNNING
-        if FINAL[state] == 2 and tells and not job.wants_rest:
+        if FINAL[state] == 2 and tells:
             with job.log.open("a") as log:  # where the worker finds the reason
                 log.write(f"error: SLURM has ended its job {number}: {state}\n")
         return exit_status(number) if FINAL[state] is None else FINAL[state]

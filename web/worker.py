@@ -299,7 +299,11 @@ class Worker:
         """Start the training."""
         size = job.log.stat().st_size if job.log.exists() else 0
         job.write_state(status="running", log_begin=size, launched_at=time.time())
-        self.launcher.start(job, self.claims[job], self.seconds_left(job))
+        try:
+            self.launcher.start(job, self.claims[job], self.seconds_left(job))
+        except OSError:  # what SLURM tells of this job then is about a start before this one
+            job.write_state(status="queued")
+            raise
 
     def go_on(self, job: Job, state: dict, outcome) -> None:
         """What follows if a training has ended before its last step."""

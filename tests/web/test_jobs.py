@@ -1,5 +1,6 @@
 """Finetuning jobs: each is done once, whatever is killed, or fails and says why in its events."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -9,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import urllib.request
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,7 +86,8 @@ def test_a_key_has_few_jobs_at_a_time(tmp_path):
     client.post(f"{JOBS}/{job_ids[0]}/cancel")
     client.post(f"{JOBS}/{job_ids[1]}/pause")
     assert [client.post(JOBS, json=body).status_code for _ in range(3)] == [200, 200, 429]
-    assert client.post(f"{JOBS}/{job_ids[1]}/resume").status_code == 429
+    for each in (client, other):  # whoever resumes it, it counts for its owner
+        assert each.post(f"{JOBS}/{job_ids[1]}/resume").status_code == 429
     assert client.get(f"{JOBS}/{job_ids[1]}").json()["paused"]
 
 
@@ -188,7 +192,7 @@ def run_of(job, n_steps, last) -> None:
     """Write the run folder of a job's training, of which so many steps are done."""
     job.run_dir.mkdir()
     (job.run_dir / "config.json").write_text(json.dumps({"max_steps": n_steps}))
-    row = {"loss": 3.0, "lr": 0.1, "seconds": 0.05}
+    row = {"loss": 3.0, "lr": 0.1, "seconds": 0.05, "tokens_per_second": 960.0}
     rows = [{"step": step, **row} for step in range(1, last + 1)]
     rows += [{"step": step, "val_loss": 2.0 + step} for step in (last // 2, last)]
     (job.run_dir / "metrics.jsonl").write_text(json_lines(*rows))
@@ -543,6 +547,22 @@ def test_jobs_and_models_are_deleted(tmp_path):
     assert work(worker, client, waiting.id)["status"] == "succeeded"
 
 
+@pytest.mark.parametrize("method, path", [("DELETE", ""), ("POST", "/resume")])
+def test_a_job_that_is_resumed_meanwhile_stays(tmp_path, monkeypatch, method, path):
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    job.write_state(status="paused")
+    lock = Job.lock
+
+    def late(job):
+        jobs.resume_job(job)
+        return lock(job)
+
+    monkeypatch.setattr(Job, "lock", late)
+    assert client.request(method, f"{JOBS}/{job.id}{path}").status_code == 400
+    assert status(client, job.id) == "queued"
+
+
 @pytest.mark.slow
 def test_auto_becomes_the_numbers_that_are_taken(tiny_run, tmp_path):
     """Who asks for these numbers gets the same training. A preview has told them before."""
@@ -605,13 +625,37 @@ def test_a_preview_of_a_job(tiny_run, tmp_path):
     assert code == 400 and "nothing to learn" in answer["error"]["message"]
     assert preview(rows, model="other")[1]["error"]["param"] == "model"
 
-    run_of(Job(tmp_path / "jobs/jobs" / created(client)), 10, 10)  # it has taken 0.05 s a step
+    run_of(Job(tmp_path / "jobs/jobs" / created(client)), 10, 10)  # 40 rows a second
     here = os.listdir(tmp_path / "jobs/jobs")
-    (made,) = (tmp_path / "jobs/models").iterdir()
-    settings = {"max_steps": 10, "global_batch_size": 2, "max_seq_len": 24}
-    (made / "config.json").write_text(json.dumps(settings))
     _, again = preview(rows)
     assert again["minutes"] == pytest.approx(again["steps"] * again["rows"] * 0.025 / 60)
+
+
+@pytest.mark.slow
+def test_the_preview_of_a_client_that_leaves_ends(place):
+    """Others wait for it."""
+    server = Served(place.folder, "--jobs=jobs", "--rows=4")
+    body = json.dumps({"model": "run", "training_file": upload(place.client, lines(9))})
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+
+    def reading() -> list[int]:
+        """The processes that read a file for a preview."""
+        found = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+        pids = [int(pid) for file in found for pid in file.read_text().split()]
+        return [pid for pid in pids if b"web.settings" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(f"POST {JOBS}/preview HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+        wait_for(reading)
+        (pid,) = reading()
+        os.kill(pid, signal.SIGSTOP)  # as if its file was a large one
+    try:
+        wait_for(lambda: not reading())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not os.listdir(place.folder / "jobs/jobs"))
+    assert server.stop() == 0
 
 
 def test_only_the_seconds_of_steps_count(tmp_path):

@@ -11,10 +11,25 @@ from conftest import PATIENCE, refusal, rooms_on_path
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from finetuning import JOBS, LONG, Place, lines, messages, starts, status, steps
+from finetuning import (
+    JOBS,
+    LONG,
+    Place,
+    client_of,
+    created,
+    lines,
+    messages,
+    set_settings,
+    starts,
+    status,
+    steps,
+)
 from launches import wait_for
 
 from web import worker
+from web.jobs import Job
+from web.slurm import Slurm
+from web.worker import Worker, WorkerSettings
 
 
 class SlurmPlace(Place):
@@ -158,6 +173,30 @@ def test_a_job_that_slurm_refuses_fails(place):
     place.worker("--sbatch_args=--partition=none")
     assert place.ended(job) == "failed" and "SLURM refuses" in said(place, job)
     assert "partition" in said(place, job) and not place.submitted(job)
+
+
+def test_a_resumed_job_waits_for_slurm(tmp_path, monkeypatch):
+    """What was cancelled as it was paused does not end it, as long as sbatch is not heard."""
+    for name, words in (("sbatch", "Unable to contact slurm"), ("squeue", "17 CANCELLED")):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        is_heard = '[ "$1" = --version -o $(basename $0) = squeue ]'
+        program.write_text(
+            f"#!/bin/sh\n{is_heard} && echo {words} || {{ echo {words} >&2; exit 1; }}"
+        )
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
+    client = client_of(tmp_path)
+    job = Job(tmp_path / "jobs/jobs" / created(client))
+    set_settings(tmp_path, job.id, "pass")
+    client.post(f"{JOBS}/{job.id}/pause")
+    job.write_state(status="paused")
+    client.post(f"{JOBS}/{job.id}/resume")
+    waiting = Worker(tmp_path / "jobs", Slurm(1), WorkerSettings())
+    for _ in range(3):
+        assert waiting.look() == 1 and waiting.postponed.pop(job.id)
+        waiting.launcher.seen.clear()
+    assert status(client, job.id) == "queued" and not job.log.exists()
 
 
 @pytest.mark.parametrize(
