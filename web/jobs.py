@@ -12,8 +12,8 @@
     JOBS/models/NAME/          the training's run folder, served as NAME once it has finished
 
 The server writes a job's folder and reads it; web/worker.py does the rest. Neither needs the other
-to be alive. Only who has the lock changes state.json: the server has it while it resumes a job or
-deletes it, which therefore nobody works on.
+to be alive. Only who has the lock changes state.json. The server takes it to resume or delete a
+job, so nobody works on the job meanwhile.
 
     JOBS/heartbeat             touched by each worker every few seconds
 
@@ -73,6 +73,7 @@ MOST_JOBS = 4  # of a key, waiting or running
 MOST_LOOKED_AT = 20  # jobs, for how long another one may take
 TAIL_BYTES = 2**16  # of a log or of events, which are read at once
 FEWEST_LINES = 2  # one to learn, one held out
+MODEL = re.compile(r"ft-[^/]*-[0-9a-f]{8}")  # the name of one: see `asked_of`
 Limit = Annotated[int, Query(ge=1, le=1000)]
 ShortText = Annotated[str, Field(max_length=64)]
 LongText = Annotated[str, Field(max_length=512)]
@@ -545,7 +546,7 @@ def delete_model(service, name: str) -> None:
     finetuning, catalog = service.finetuning, service.catalog
     if catalog.look(name) is None:
         raise unknown_model(f"no model {name[:100]!r}")
-    is_ours = finetuning and name != catalog.base and "/" not in name
+    is_ours = finetuning and name != catalog.base and MODEL.fullmatch(name)
     if not is_ours or not is_folder(finetuning.folder / "models" / name):
         raise ApiError(400, f"{name[:100]!r} is no model of a job: only those are deleted", "model")
     folder = finetuning.folder / "jobs"

@@ -535,6 +535,9 @@ def test_jobs_and_models_are_deleted(tmp_path):
     assert delete(f"/v1/models/{done.run_dir.name}/checkpoints/step-10") == 400
     assert delete("/v1/models/base") == 400 and delete("/v1/models/nothing") == 404
     run_dir = done.run_dir
+    shutil.copytree(run_dir, tmp_path / "jobs/models/brought")  # by a user: no job made it
+    assert delete("/v1/models/brought") == 400 and (tmp_path / "jobs/models/brought").exists()
+    shutil.rmtree(tmp_path / "jobs/models/brought")
     for job in (failed, done):
         assert delete(f"{JOBS}/{job.id}") == 200 and delete(f"{JOBS}/{job.id}") == 404
     assert not failed.run_dir.exists() and run_dir.exists()
