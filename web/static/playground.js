@@ -6,8 +6,8 @@ import { number, plural, whole } from "./format.js";
 
 const EXAMPLE = {
   type: "object",
-  properties: { name: { type: "string", maxLength: 20 }, age: { type: "integer" } },
-  required: ["name", "age"],
+  properties: { answer: { type: "string", maxLength: 60 }, sure: { type: "boolean" } },
+  required: ["answer", "sure"],
   additionalProperties: false, // a small model would invent some for ever
 };
 const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "seed"];
