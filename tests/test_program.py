@@ -29,7 +29,7 @@ def programs() -> dict:
 
 
 # One stands alone and has no flags; the others are started by program.answer_apart.
-OTHERS = ("nano.py", "serving.grammar", "web.files")
+OTHERS = ("nano.py", "serving.grammar", "web.files", "web.settings")
 PROGRAMS = {name: path for name, path in programs().items() if name not in OTHERS}
 
 ASCII = {"PYTHONIOENCODING": "ascii"}  # the terminal cannot show other letters
