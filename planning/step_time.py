@@ -35,6 +35,17 @@ from devices import Device
 from planning import memory
 from planning.fleet import Fleet, FleetArgs, fleet_of
 
+# MPT's usual block, to which the constants below were fitted.
+USUAL = {
+    "expansion_ratio": 4,
+    "ffn_type": "mptmlp",
+    "ffn_act_fn": "gelu",
+    "kv_n_heads": None,
+    "qk_ln": False,
+    "qk_gn": False,
+    "clip_qkv": None,
+}
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -253,14 +264,14 @@ class StepTime:
     def block_traffic(self) -> float:
         """Memory traffic of a block per token and d_model, if nothing is recomputed.
 
-        The constants were fitted to MPT's usual shape; for other shapes, traffic grows with the
-        activations that a block keeps.
+        For other blocks than the usual one, traffic grows with the activations that a block keeps.
         """
         m = self.m
-        usual = replace(m, expansion_ratio=4, ffn_type="mptmlp", ffn_act_fn="gelu")
-        usual = replace(usual, kv_n_heads=None, qk_ln=False, qk_gn=False, clip_qkv=None)
+        if all(getattr(m, name) == value for name, value in USUAL.items()):
+            return self.c.block_bytes
         kept = sum(memory.saved_by_block(m).values())
-        return self.c.block_bytes * (kept / sum(memory.saved_by_block(usual).values()))
+        usual = sum(memory.saved_by_block(replace(m, **USUAL)).values())
+        return self.c.block_bytes * (kept / usual)
 
     def adapter_bytes(self) -> float:
         """Memory traffic of the adapters of this stage per token, as counted on real operations.

@@ -46,7 +46,8 @@ class Inside:
 
         sizes = {"rows": 2, "max_lora_rank": 4, "max_tokens": 256}
         cfg = serve.ServeSettings(adapters=str(folder / "adapters"), **sizes)
-        self.service = serve.service_of(cfg, str(folder / "run"), most_texts=5000)
+        run = str(folder / "run")
+        self.service = serve.service_of(cfg, run, 5000, *serve.decoder_of(cfg, run))
         self.guard = app.build(self.service, [], [], 5000)
         self.server = Server(self.guard, self.service, PATIENCE, "ready")
         self.socket = serve.listening("127.0.0.1", 0)
