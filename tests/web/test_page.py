@@ -254,9 +254,10 @@ def test_the_keyboard_is_enough_and_a_new_step_appears_by_itself(browser, viewer
     page = Visit(browser, viewer.port).open("evaluation")
     page.get_by_role("link", name="Runs").focus()
     page.keyboard.press("Enter")
+    page.locator("#run-chart polyline").first.wait_for(state="attached")  # the newest run's
     page.get_by_label("Choose team/second").focus()
     page.keyboard.press("Space")
-    page.locator("#run-chart polyline").first.wait_for(state="attached")
+    page.locator("#run-chart polyline").nth(1).wait_for(state="attached")
     page.locator("#run-chart .plot").focus()
     page.keyboard.press("ArrowLeft")
     assert "team/second" in page.locator("#run-chart .tip").inner_text()
