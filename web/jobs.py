@@ -525,7 +525,7 @@ def resume_job(job: Job) -> None:
         (job.folder / mark).unlink(missing_ok=True)
     fresh = {"attempts": 0, "is_late": False, "error": None, "finished_at": None}
     with contextlib.suppress(UserError):  # a damaged one is replaced
-        if job.state()["status"] not in AT_REST:  # nobody has put it to rest yet
+        if job.state()["status"] not in AT_REST:  # no worker has stopped it yet
             fresh["status"] = job.state()["status"]
     job.write_state(**{"status": "queued"} | fresh)
     job.add_event("The job is resumed by request: it waits for a worker")
@@ -533,7 +533,7 @@ def resume_job(job: Job) -> None:
 
 def delete_job(job: Job) -> None:
     """Delete a job at rest. It is locked. The model of one that has succeeded stays."""
-    with contextlib.suppress(UserError):  # of a damaged one nobody knows
+    with contextlib.suppress(UserError):  # raised by a damaged state.json
         if job.state()["status"] == "running":  # SLURM may train it without a worker
             raise ApiError(409, "a worker has to end its training first: start one")
         if status_of(job)["status"] != "succeeded":

@@ -1,7 +1,7 @@
 """What a job trains: its lines, its tokens, and the settings of its training.
 
-The worker asks for them as a job begins. Before there is a job, a process of its own tells what it
-would come to (`preview`), from the same lines by the same way:
+The worker asks for them when a job begins. Before that, `preview` says what a job would be. The
+same functions compute it, in a process of its own:
 
     echo '["JOBS/jobs/.preview"]' | python -m web.settings 300
 """
@@ -47,7 +47,7 @@ def write_settings(job: Job, nproc: int) -> str:
     used.
     """
     values, plan, held_out = settings_of(job, nproc)
-    job.write_state(hyperparameters=plan["hyperparameters"])  # first: with settings, all is done
+    job.write_state(hyperparameters=plan["hyperparameters"])  # settings.py comes last
     lines = [f"# {job.id}: start it by hand with python fsdp_train.py {job.settings}\n"]
     lines += [f"{name} = {value!r}\n" for name, value in values.items()]
     files.write_atomically(job.settings, "".join(lines).encode())
