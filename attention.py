@@ -351,15 +351,6 @@ def stays_compiled(impl: str) -> bool:
     return VARIANTS[impl].stays_compiled if impl in VARIANTS else impl == "flex"
 
 
-def function_of(impl: str) -> str:
-    """The function that `impl` computes: a variant's name, or "auto" for all implementations.
-
-    UserError for an unknown name.
-    """
-    require_known(impl)
-    return impl if impl in VARIANTS else "auto"
-
-
 def demonstrate(argv) -> None:
     """Print how far each implementation in bf16 is from the obvious one in fp64."""
     arguments(argv)

@@ -39,6 +39,7 @@ from config import (
     blocks_of,
     split_names,
 )
+from launch import parser
 from program import require
 
 # How many keys a query of attention is counted with, by attn_impl. Whoever adds an attention that
@@ -587,7 +588,7 @@ def with_base(argv: list[str]) -> list[str]:
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
     cfg = None
-    argv = config.join_flags(with_base(argv), MPTConfig, TrainConfig, FlopsArgs)
+    argv = parser.join_flags(with_base(argv), MPTConfig, TrainConfig, FlopsArgs)
     if "n_params" in map(flag_name, argv):
         files = [word for word in argv if not word.startswith("-")]
         require(not files, f"--n_params takes the place of a model: remove {' '.join(files)}")

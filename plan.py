@@ -31,6 +31,7 @@ import config
 import flops
 import program
 from config import MPTConfig, TrainConfig
+from launch import parser
 from planning import answer, budget, calibrate, picture, search
 from planning.answer import PlanArgs, Row
 from planning.fleet import fleet_of
@@ -41,7 +42,7 @@ from program import UserError, require
 
 def main(argv: list[str]) -> None:
     """Answer the question that the config files and flags in argv ask."""
-    argv = config.join_flags(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
+    argv = parser.join_flags(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
     kinds = answer.split_kinds(argv)
     if len(kinds) > 1:
         return show_kinds(kinds)
@@ -100,12 +101,12 @@ def device_counts(args: PlanArgs) -> list[int]:
     """The numbers of --sweep_devices, sorted, or --devices alone. Raises UserError."""
     if not args.sweep_devices:
         return [args.devices]
-    counts = [config.parse_number(text) for text in args.sweep_devices.split(",")]
+    counts = [parser.parse_number(text) for text in args.sweep_devices.split(",")]
     example = "expected whole numbers, such as 8,16,64"
     problem = f"--sweep_devices={program.quote(args.sweep_devices)}: {example}"
     require(all(isinstance(n, int) for n in counts), problem)
     for n in counts:
-        config.check_ranges(replace(args, devices=n))
+        parser.check_ranges(replace(args, devices=n))
     return sorted(set(counts))
 
 

@@ -47,6 +47,7 @@ import processes
 import program
 from bench import compare
 from config import Int, MPTConfig, TrainConfig
+from launch import parser
 from launch.pool import Pool, PoolError
 from lifecycle import compiling, runlog
 from program import require
@@ -336,7 +337,7 @@ class Row:
 
 def groups(argv: list[str]) -> list[list[Row]]:
     """The rows that the command line asks for, in groups whose rows take turns."""
-    argv = config.join_flags(argv, MPTConfig, TrainConfig, BenchArgs)
+    argv = parser.join_flags(argv, MPTConfig, TrainConfig, BenchArgs)
     flags = [word for word in argv if not word.startswith(("--sweep=", "--sizes="))]
     *_, args = config.load(SHAPE + argv, MPTConfig, TrainConfig, BenchArgs)
     given = [word for word in flags if not word.startswith("-")]

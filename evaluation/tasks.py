@@ -33,6 +33,7 @@ import program
 from config import Int
 from evaluation import hub
 from evaluation.hub import ALIASES, SOURCES, TABLE2
+from launch import parser
 from program import require
 from storage import files
 from text import corpus
@@ -138,7 +139,7 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
 
 def require_known(name: str) -> None:
     """UserError with a hint unless the Hub has a task of this name."""
-    nearest = config.nearest_name(name, [*SOURCES, "all"])
+    nearest = parser.nearest_name(name, [*SOURCES, "all"])
     choices = f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
     hint = f"did you mean {nearest!r}?" if nearest else choices
     require(name in SOURCES, f"unknown task {name!r}, {hint}")

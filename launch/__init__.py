@@ -1,1 +1,1 @@
-"""How the ranks of a run find each other, and processes on one machine that are ranks."""
+"""Before a program begins its work: its settings are read, and processes become ranks."""

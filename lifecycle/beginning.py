@@ -17,14 +17,13 @@ import flops
 import optim
 import parallel
 import processes
-from config import MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig, differing
 from lifecycle import runlog
 from lifecycle.resume import OPTIMIZER_SETTINGS, Start
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, require
 from storage import files
-from weights.same_model import differing
 
 
 def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-import config
 import devices
 import parallel
 import processes
 import program
 from config import MPTConfig, TrainConfig
+from launch import parser
 from program import UserError, require
 from storage import files
 
@@ -170,10 +170,10 @@ def read(path: Path) -> list[dict]:
         is_sound = is_record and not files.wrong_type(record, fields)
         is_sound = is_sound and record["microbatch_size"] > 0
         require(is_sound, f"{path} is damaged ({files.shown(record)} is no record): delete it")
-        circumstances = config.rename_keys(record["circumstances"])
+        circumstances = parser.rename_keys(record["circumstances"])
         if isinstance(circumstances.get("model"), dict):
             # A setting that is newer than the record had its default then.
-            saved = config.rename_keys(circumstances["model"])
+            saved = parser.rename_keys(circumstances["model"])
             circumstances["model"] = asdict(MPTConfig()) | saved
         record["circumstances"] = circumstances
     return records

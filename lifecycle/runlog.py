@@ -53,6 +53,7 @@ import devices
 import processes
 import program
 from config import TrainConfig
+from launch import parser
 from program import UserError
 from storage import files
 
@@ -496,7 +497,7 @@ def read_settings(run_dir) -> dict:
     """config.json of a run folder. UserError if it is damaged, OSError if it does not exist."""
     path = Path(run_dir) / "config.json"
     fix = "the next start of the run writes it again"
-    return config.rename_keys(files.read_json(path, fields={"max_steps": int}, fix=fix))
+    return parser.rename_keys(files.read_json(path, fields={"max_steps": int}, fix=fix))
 
 
 # -------------------------------------------------------------------------------------------------

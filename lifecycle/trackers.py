@@ -39,6 +39,7 @@ from pathlib import Path
 import config
 import program
 from config import TRACKERS
+from launch import parser
 from program import UserError, require
 from storage import files
 
@@ -61,7 +62,7 @@ SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the names of environment
 
 def names_of(track: str) -> list[str]:
     """The trackers in a setting such as "wandb,mlflow"."""
-    chosen = config.split_names("track", track, TRACKERS)
+    chosen = parser.split_names("track", track, TRACKERS)
     return [name for name in TRACKERS if name in chosen]
 
 

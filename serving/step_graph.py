@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 
 import attention
+from config import function_of
 from model import KVCache
 from program import one_line
 
@@ -139,7 +140,7 @@ def suits(decoder) -> bool:
     cfg, dtype = decoder.cfg, decoder.cache_dtype
     if decoder.team:
         return False
-    if decoder.device.type != "cuda" or attention.function_of(cfg.attn_impl) != "auto":
+    if decoder.device.type != "cuda" or function_of(cfg.attn_impl) != "auto":
         return False
     softcap = cfg.attn_logit_softcapping
     if softcap is None and (not cfg.alibi or dtype.itemsize > 2):

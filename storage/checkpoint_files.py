@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import config
 import program
 from config import MPTConfig, TrainConfig
+from launch import parser
 from program import UserError, require
 from storage import files
 
@@ -177,7 +178,7 @@ def read_meta(path: Path) -> dict:
     meta = files.read_json(source, dict, META_FIELDS)
     fault = files.wrong_type(meta, {"skip_steps": str, "base": str, "base_fingerprint": str})
     require(not fault, f"{source} is damaged ({fault})")
-    return config.rename_keys(meta)
+    return parser.rename_keys(meta)
 
 
 def read_settings(path: Path) -> MPTConfig:

@@ -33,8 +33,8 @@ import stat
 import sys
 from pathlib import Path
 
-import config
 import program
+from launch import parser
 from program import UserError, require
 
 MAX_JSON = 2**27  # bytes. The largest we know is the weight index of a 70B model: under 2**20
@@ -163,7 +163,7 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
     try:
         text = read_bytes(path).decode("utf-8-sig")
         table = csv.DictReader(io.StringIO(text, newline=""), restval="")
-        table.fieldnames = [config.RENAMED.get(name, name) for name in table.fieldnames or ()]
+        table.fieldnames = [parser.RENAMED.get(name, name) for name in table.fieldnames or ()]
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {program.one_line(error)}") from error

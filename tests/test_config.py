@@ -1,4 +1,4 @@
-"""config.py: defaults < files < flags. An error is one line that names source, key and fix."""
+"""config.py, launch/parser.py: defaults < files < flags. An error is one line that names source, key and fix."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ import config
 import plan
 import program
 from config import SHARDING_MODES, Float, Int, MPTConfig, TrainConfig, from_dict, load, to_json
+from launch import parser
 
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
 
@@ -74,7 +75,7 @@ def test_what_is_saved_comes_back():
 
 FOREIGN = {
     name: ours
-    for ours, names in config.FOREIGN_NAMES.items()
+    for ours, names in parser.FOREIGN_NAMES.items()
     for name in names.split()
     if ours in FIELDS
 }
@@ -108,7 +109,7 @@ def test_a_program_suggests_only_its_own_names():
 
 
 def test_an_old_name_means_the_new_one(write):
-    assert set(config.RENAMED.values()) <= set(FIELDS) and not set(config.RENAMED) & set(FIELDS)
+    assert set(parser.RENAMED.values()) <= set(FIELDS) and not set(parser.RENAMED) & set(FIELDS)
     old, new = write("checkpoint_every = 2\n"), write("recompute_every = 5\n", "new.py")
     for argv, meant in {
         ("--checkpoint_every", "2"): 2,
@@ -123,8 +124,8 @@ def test_an_old_name_means_the_new_one(write):
 
 def test_a_setting_that_is_gone_is_refused_where_it_is_typed(write, capsys):
     """Files and saved settings of older versions are read without it."""
-    assert not set(config.REMOVED) & set(FIELDS)
-    for name, why in config.REMOVED.items():
+    assert not set(parser.REMOVED) & set(FIELDS)
+    for name, why in parser.REMOVED.items():
         assert why in error(f"--{name}=5")
         assert both(write(f"{name} = 5.0\nd_model = 64\nn_heads = 2\n"))["d_model"] == 64
         from_dict(TrainConfig, {name: 5.0})
@@ -277,12 +278,12 @@ def test_a_number_is_finite_and_in_its_range():
     """In flags and in saved settings, of every number."""
     for cls in (MPTConfig, TrainConfig):
         for name, hint in get_type_hints(cls, include_extras=True).items():
-            if not {int, float} & set(config.members_of(get_type_hints(cls)[name])):
+            if not {int, float} & set(parser.members_of(get_type_hints(cls)[name])):
                 continue
-            low, high = config.range_of(hint)
+            low, high = parser.range_of(hint)
             assert high < sys.float_info.max, f"{name} has no range"
             for value in (low, high):
-                config.check_ranges(dataclasses.replace(cls(), **{name: value}))
+                parser.check_ranges(dataclasses.replace(cls(), **{name: value}))
             refused = f"{name} must be from ", f"{name} in "
             for value in (math.nan, math.inf, low - 1, 2 * high):
                 assert error(f"--{name}={value}").startswith(refused), (name, value)
@@ -388,7 +389,7 @@ def test_an_address_is_refused_where_a_path_belongs(write):
     """In every text that may be a path, also in lists; and in arguments."""
     for cls in (TrainConfig, plan.PlanArgs, Texts):
         for name, hint in get_type_hints(cls).items():
-            if hint in (str, list[str]) and name not in (*config.PROSE, *config.ADDRESSES):
+            if hint in (str, list[str]) and name not in (*parser.PROSE, *parser.ADDRESSES):
                 for address in ("s3://bucket/x", "a.txt,gs://bucket/x", "https://host/x"):
                     message = refusal(load, [f"--{name}={address}"], cls)
                     assert f"{name} has '{address}'" in message

@@ -14,6 +14,7 @@ import config
 import flops
 import plan
 from config import MPTConfig, TrainConfig
+from launch import parser
 from planning import answer, budget, memory, picture, search
 from planning.answer import PlanArgs
 from program import UserError
@@ -240,10 +241,10 @@ def test_a_bad_number_of_devices_does_not_lose_the_table(capsys):
 
 
 NUMBERS = {
-    name: config.range_of(hint)
+    name: parser.range_of(hint)
     for cls in (PlanArgs, search.LayoutArgs)
     for name, hint in get_type_hints(cls, include_extras=True).items()
-    if {int, float} & set(config.members_of(config.types_of(cls)[name]))
+    if {int, float} & set(parser.members_of(parser.types_of(cls)[name]))
 }
 
 

@@ -12,8 +12,8 @@ from conftest import ROOT, flags_for, rooms_on_path
 
 # Each may import those before it. Names with a slash are folders. Some are only planned, as web/.
 ORDER = """
-    program config storage/ devices flops planning/ fast/ attention loss model text/ data
-    optim launch/ processes tensor_parallel pipeline lora parallel checkpoint
+    program launch/ config storage/ devices flops planning/ fast/ attention loss model text/ data
+    optim processes tensor_parallel pipeline lora parallel checkpoint
     weights/ evaluation/ lifecycle/ serving/ web/
     fsdp_train nano generate plan serve bench/ lessons/
 """.split()
@@ -202,8 +202,8 @@ def test_the_trainer_brings_in_what_training_uses_and_no_more(tiny_data, tmp_pat
 
 
 def test_what_answers_at_once_imports_no_torch():
-    light = "program config storage.files devices flops plan install text.corpus text.tokenizer "
-    light += "text.shards text.sources text.recipe text.prepare data "
+    light = "program launch.parser config storage.files devices flops plan install text.corpus "
+    light += "text.tokenizer text.shards text.sources text.recipe text.prepare data "
     light += "lifecycle.stopping lifecycle.trackers"
     planning = [name for name in OURS if name.startswith("planning.")]
     code = "import importlib, sys\nfor n in sys.argv[1:]:\n    importlib.import_module(n)\n"

@@ -31,7 +31,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
 
-import config
+from launch import parser
 from lifecycle import lease, plot, runlog
 from program import UserError, require
 from storage import files
@@ -287,7 +287,7 @@ def require_no_link(path: Path) -> None:
 def settings_of(folder: Path) -> dict:
     """config.json of a run. UserError if it is damaged, OSError if it is not there."""
     text = card.content_of(folder / "config.json")
-    return config.rename_keys(files.parse_json(text, "config.json"))
+    return parser.rename_keys(files.parse_json(text, "config.json"))
 
 
 def owner_of(folder: Path) -> dict | None:

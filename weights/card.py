@@ -24,6 +24,7 @@ import config
 import flops
 import program
 from config import MPTConfig, TrainConfig
+from launch import parser
 from lifecycle import plot, runlog
 from program import UserError, require
 from storage import files
@@ -138,7 +139,7 @@ def settings_of(run_dir: Path) -> dict:
     if not path.exists() and newest:
         path = newest / "meta.json"
     require(path.exists(), f"{run_dir} is no run folder: it has no config.json")
-    return config.rename_keys(files.parse_json(content_of(path), path.name))
+    return parser.rename_keys(files.parse_json(content_of(path), path.name))
 
 
 def launches_of(run_dir: Path) -> list[dict]:

@@ -36,13 +36,11 @@ from pathlib import Path
 
 import torch
 
-import config
 import program
-from attention import function_of
-from config import MPTConfig
+from config import MPTConfig, function_of, norm_of
+from launch import parser
 from program import UserError, require, say_once
 from storage import files
-from weights.same_model import norm_of
 from weights.tensor_files import nested, read_pickle
 
 MODEL_KEYS = """
@@ -190,7 +188,7 @@ def values_of(group: dict, place: str, source: str) -> dict:
         home = HOMES.get(key)
         if home == place:
             if key not in OTHER_ATTENTION_KEYS:
-                values[key] = config.check_value(value, types[key], key, source)
+                values[key] = parser.check_value(value, types[key], key, source)
         elif key not in [*IGNORED_KEYS, *RESTATED]:
             if key in DECIDES and isinstance(value, dict):
                 value = value.get(DECIDES[key])

@@ -30,8 +30,7 @@ import checkpoint
 import lora
 import parallel
 import tensor_parallel
-from attention import function_of
-from config import MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig, different_functions, function_of
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, arguments, require, run, say_once, shell
@@ -42,7 +41,6 @@ from text import sources
 from text import tokenizer as tokenizers
 from weights import hf, hf_tokenizer
 from weights.adapters import Adapter, check_fits, of_run
-from weights.same_model import different_functions
 
 MERGE_FROM = "run python -m weights.peft merge RUN OUT --init_from=PATH"
 

@@ -35,6 +35,7 @@ import optim
 import parallel
 import program
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig
+from launch import parser
 from model import MPT
 from program import UserError, require
 from storage import checkpoint_files, files
@@ -112,7 +113,7 @@ def settings_from(foreign: dict, source: Path) -> TrainConfig:
         lora_dropout=float(foreign.get("lora_dropout") or 0),
     )
     try:
-        config.check_ranges(settings)
+        parser.check_ranges(settings)
         require(settings.lora_rank, "r is 0, so there is no update")
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
