@@ -1,4 +1,4 @@
-"""config.py, launch/parser.py: defaults < files < flags. An error is one line that names source, key and fix."""
+"""Settings: defaults < files < flags. An error is one line that names source, key and fix."""
 
 import dataclasses
 import json
