@@ -9,7 +9,8 @@ checkpoint of disk and store wins. All ranks must see the run folder, since rank
 
 Training never waits for the store. Rank 0 copies the newest checkpoint in a thread; those that are
 saved meanwhile are skipped. If the store is down it tries again, and the run says so once. Only at
-its end the run waits, for a time that it announces.
+its end the run waits, for a time that it announces. If its last checkpoint is not in the store then,
+the run does not end with status 0, and the same command copies it.
 
 Run `python -m lifecycle.remote s3://bucket/runs/my1b` to see what is there.
 """
@@ -33,7 +34,7 @@ from config import MPTConfig, TrainConfig
 from lifecycle import resume, runlog
 from lifecycle.lease import StoreLease, in_words
 from processes import rank_zero_decides
-from program import UserError, require
+from program import StartAgain, UserError, require
 from storage import checkpoint_files, files, object_store, remote_checkpoints
 
 MINUTE = 60  # seconds between two copies of the record
@@ -86,6 +87,7 @@ class Mirror:
         self.lineage = None  # of the checkpoints that this run saves
         self.newest = None  # the checkpoint that is being copied, or was the last one
         self.wanted = None  # the same, until it is copied
+        self.failure = None  # why the newest could not be copied, if trying again does not help
         self.copied = {}  # file of the record -> its size and time when it was copied
         self.due = 0.0  # when the record is copied next
         self.thread = None
@@ -220,6 +222,7 @@ class Mirror:
         if newest == self.newest:
             return
         self.newest = self.wanted = newest
+        self.failure = None
         if self.checkpointer:
             self.checkpointer.in_use = newest  # until it is copied, it is not deleted
         self.wake.set()
@@ -245,7 +248,7 @@ class Mirror:
             if path and not getattr(error, "passes", False):
                 # It will not get better: the next checkpoint has another chance.
                 program.print_error(f"{path} is not copied: {error}", "remote")
-                self.wanted = None
+                self.failure, self.wanted = error, None
             elif not self.is_down:
                 program.print_error(f"{error}. The run goes on, and copies later", "remote")
                 self.is_down = True
@@ -291,11 +294,14 @@ class Mirror:
 
     # --- the end
 
-    def finish(self, seconds: float) -> None:
-        """Copy the newest checkpoint, and wait for that as long as this. On rank 0."""
+    def finish(self, seconds: float) -> UserError | None:
+        """Copy the newest checkpoint, and wait for that as long as this. On rank 0.
+
+        Returns why it is not in the store then, as an error.
+        """
         self.copy_newest()
         if not self.newest or self.lease.lost:
-            return
+            return None
         if self.thread is None:  # the run had all its steps
             self.first_step = number(self.newest)
             self.start()
@@ -309,12 +315,14 @@ class Mirror:
             self.copy_newest()
         self.closing.set()
         self.wake.set()
+        missing = f"{self.newest.name} is not in {self.store.url}"
         if self.wanted:
-            missing = f"{self.newest.name} is not in {self.store.url} yet"
-            program.print_error(f"{missing}: the same command copies the rest", "remote")
-            return
+            return StartAgain(f"{missing} yet: the same command copies the rest", True)
         self.thread.join(WAIT_STOPPED)
         self.copy()  # the end of the record
+        if self.failure:
+            return UserError(f"{missing}: {self.failure}. The same command copies it", True)
+        return None
 
     def end_together(self, is_stopped: bool) -> None:
         """All ranks have agreed to end now: the last checkpoint may be waited for."""
@@ -323,11 +331,16 @@ class Mirror:
     def __exit__(self, kind=None, *error) -> None:
         """Wait for the last checkpoint if all ranks end together; free the remote.
 
-        That wait is a collective: a rank that ends may take rank 0 along, which copies.
+        That wait is a collective: a rank that ends may take rank 0 along, which copies. UserError
+        if the checkpoint is not in the store then; a run that was stopped keeps its exit status.
         """
         try:
             if self.last_seconds and (kind is None or issubclass(kind, SystemExit)):
-                rank_zero_decides(lambda: self.finish(self.last_seconds))
+                missing = rank_zero_decides(lambda: self.finish(self.last_seconds))
+                if missing and kind is None:
+                    raise missing
+                if missing and self.lease:
+                    program.print_error(missing, "remote")
         finally:
             self.closing.set()
             self.wake.set()

@@ -69,9 +69,11 @@ class Run:
 
     def __exit__(self, *error) -> None:
         """End what protects the run: watchdog, trackers, mirror and lease, in this order."""
-        self.ends_with_run.__exit__(*error)
-        if self.is_finished:
-            self.log.say(runlog.summary(self.cfg.run_dir, self.cfg.expect))
+        try:
+            self.ends_with_run.__exit__(*error)
+        finally:
+            if self.is_finished:
+                self.log.say(runlog.summary(self.cfg.run_dir, self.cfg.expect))
 
     # --- Before the first step
 

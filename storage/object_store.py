@@ -84,6 +84,7 @@ REASON = re.compile(r"(?s)(?:.*?<Code>(\w+)</Code>)?(?:.*?<Message>([ -;=-~]{1,2
 BAD_NAME = re.compile(r'object with invalid path: .*?Path "(.*?)"')
 # Variables with the address of a server, and what the client takes.
 ENDPOINTS = re.compile("(AWS|AZURE|AZURE_STORAGE)_ENDPOINT(_URL|_URL_S3)?")
+REGIONS = re.compile("AWS_(DEFAULT_)?REGION")
 HTTP = re.compile(r"https?://[\w.:[\]-]+(/[\w./-]*)?", re.IGNORECASE)
 
 
@@ -130,7 +131,7 @@ class Store:
 
     def __init__(self, url: str, tries: int = TRIES):
         check_url(url)
-        check_endpoints()
+        check_variables()
         self.url, self.tries = url.rstrip("/"), tries
         self.is_down = False  # and has said so
         obstore = import_obstore()
@@ -316,12 +317,16 @@ def cause(text: str) -> str:
     return f"the store answers {answer}" if answer else "the store fails"
 
 
-def check_endpoints() -> None:
-    """UserError for a variable that is no address: the client would crash."""
+def check_variables() -> None:
+    """UserError for a variable that is no address or region: the client would crash."""
     for name, value in os.environ.items():
         require(
             not ENDPOINTS.fullmatch(name) or HTTP.fullmatch(value),
             f"{name} is not an address: set it to http://HOST:PORT or https://HOST, or unset it",
+        )
+        require(
+            not REGIONS.fullmatch(name) or re.fullmatch(r"[\w-]*", value, re.ASCII),
+            f"{name} is not a region: set it to one such as us-east-1, or unset it",
         )
 
 

@@ -141,6 +141,7 @@ def test_an_answer_that_is_lost_locks_nobody_out(store):
     [
         ({"AWS_ENDPOINT_URL": "localhost:9000"}, "AWS_ENDPOINT_URL is not an address"),
         ({"AWS_ENDPOINT": ""}, "AWS_ENDPOINT is not an address"),
+        ({"AWS_REGION": "a b"}, "AWS_REGION is not a region"),
         ({"AWS_SECRET_ACCESS_KEY": "another"}, "wrong secret key"),
         ({"AWS_ACCESS_KEY_ID": "nobody"}, "does not know this access key"),
         (store_server.READER, "lack permission"),
