@@ -25,7 +25,7 @@ Or from a size in place of a model; --n_layers, --d_model and --max_seq_len add 
 
 import json
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import config
 import devices
@@ -34,10 +34,10 @@ from config import (
     Checkpointing,
     Float,
     Int,
+    Kernel,
     MPTConfig,
     TrainConfig,
     blocks_of,
-    split_names,
 )
 from launch import parser
 from program import require
@@ -45,8 +45,7 @@ from program import require
 # How many keys a query of attention is counted with, by attn_impl. Whoever adds an attention that
 # computes another function (attention.VARIANTS) adds a row: MFU counts it. The planner does not
 # know it, and refuses it.
-FULL_ATTENTION = ("auto", "reference", "blocks", "sdpa", "flex", "triton")
-ATTENDED_KEYS = dict.fromkeys(FULL_ATTENTION, lambda cfg: cfg.keys_seen)
+ATTENDED_KEYS = dict.fromkeys(get_args(Kernel), lambda cfg: cfg.keys_seen)
 
 
 def attended_keys(cfg: MPTConfig) -> int:
@@ -415,7 +414,7 @@ class FlopsArgs:
 
     def check(self) -> None:
         """UserError if the convention is unknown."""
-        split_names("convention", self.convention, CONVENTIONS)
+        parser.split_names("convention", self.convention, CONVENTIONS)
 
 
 @dataclass

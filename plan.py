@@ -69,7 +69,7 @@ def question(argv: list[str]) -> tuple[Question, PlanArgs]:
     if args.choose:
         asked = replace(asked, **{name: "auto" for name in search.OPEN if name not in given})
     unknown = f"the planner does not know attn_impl={m.attn_impl}: set --attn_impl=sdpa"
-    require(m.attn_impl in flops.FULL_ATTENTION, f"{unknown}, which is full attention")
+    require(config.function_of(m.attn_impl) == "auto", f"{unknown}, which is full attention")
     if m.attn_impl != "triton":
         m = replace(m, attn_impl="auto")  # the trainer chooses one that keeps no scores
     if not args.global_batch_size:  # at least 4 sequences a device

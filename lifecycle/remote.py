@@ -9,8 +9,8 @@ checkpoint of disk and store wins. All ranks must see the run folder, since rank
 
 Training never waits for the store. Rank 0 copies the newest checkpoint in a thread; those that are
 saved meanwhile are skipped. If the store is down it tries again, and the run says so once. Only at
-its end the run waits, for a time that it announces. If its last checkpoint is not in the store then,
-the run does not end with status 0, and the same command copies it.
+its end the run waits, for a time that it announces. If its last checkpoint is not in the store
+then, the run does not end with status 0, and the same command copies it.
 
 Run `python -m lifecycle.remote s3://bucket/runs/my1b` to see what is there.
 """

@@ -5,11 +5,13 @@ tests/test_walks.py runs this file in a project with another one.
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 import attention
+import config
 import flops
 from config import MPTConfig, TrainConfig
 from lifecycle import resume
@@ -28,15 +30,21 @@ def test_a_name_that_is_in_no_table_is_refused():
     message = "attn_impl=nowhere is neither in IMPLEMENTATIONS nor in VARIANTS"
     with pytest.raises(UserError, match=message):
         MPT(cfg)(torch.zeros(1, 3).long())
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="attn_impl=nowhere"):
         hf.config_to(cfg)
     with pytest.raises(UserError, match="add it to ATTENDED_KEYS"):
         flops.flops_of(cfg)
 
 
+def test_each_is_declared_as_what_it_computes():
+    kernels = set(get_args(config.Kernel))
+    assert {"auto", *attention.IMPLEMENTATIONS} == kernels
+    assert {*attention.VARIANTS} == set(get_args(config.AttentionImpl)) - kernels
+
+
 def test_the_standard_ones_stay_exchangeable():
     meta = {**vars(MPTConfig()), **vars(TrainConfig()), "data_fingerprint": "f00"}
-    for saved in flops.FULL_ATTENTION:
+    for saved in get_args(config.Kernel):
         for resumed in ("auto", *attention.IMPLEMENTATIONS):
             cfg = MPTConfig(attn_impl=resumed)
             saved_meta = meta | {"attn_impl": saved}
