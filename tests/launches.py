@@ -62,7 +62,7 @@ def train_here(world, flags, prepare=None) -> tuple[int, str, str]:
             fsdp_train.main(flags)
             return 0, "", out.getvalue()
         except UserError as error:
-            return 2, str(error), out.getvalue()
+            return error.status, str(error), out.getvalue()
         except SystemExit as leaving:
             return leaving.code, "", out.getvalue()
 
