@@ -10,6 +10,7 @@ rank that skips a collective leaves the other one waiting.
 
 import gc
 import sys
+import time
 from unittest import mock
 
 import torch
@@ -246,6 +247,7 @@ def kept_in_a_step(model, rows, cfg) -> dict[str, int]:
 
 def live_bytes() -> int:
     """Bytes of all floating-point tensors that Python can reach: not those that autograd keeps."""
+    time.sleep(0.1)  # the threads of gloo let go of a collective's tensors a moment after its end
     gc.collect()
     storages = {}
     for found in gc.get_objects():
