@@ -241,8 +241,8 @@ def sdpa_attention(q, k, v, rule: ScoreRule):
 def suits_one_query(impl: str, k, rule: ScoreRule) -> bool:
     """Whether a single query takes `one_query_attention` in place of `impl`.
 
-    PyTorch gets the bias in k's dtype. Its kernels compute in fp32, so rounding ALiBi's bias to 16
-    bits would be their largest error: the extra columns of `sdpa` keep it precise.
+    PyTorch takes the bias in k's dtype. In 16 bits the rounding of ALiBi's bias would be the
+    largest error, so there a model with ALiBi keeps `impl`: `sdpa` has precise columns instead.
     """
     is_precise = rule.slopes is None or k.dtype.itemsize > 2
     is_plain = rule.causal and rule.dropout_p == 0 and rule.softcap is None

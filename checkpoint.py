@@ -79,7 +79,7 @@ class Checkpointer:
         # The background thread has a process group of its own, apart from training's collectives.
         self.group = processes.new_group(processes.TIMEOUT)
         self.stager = Stager(device)
-        self.reads_back = True  # until one that was read back is published
+        self.reads_back = True  # the first checkpoint is read again once it is written
         self.pending = None  # (step, future) of the save in the background
         self.published = None  # the step that was published last
         self.in_use = None  # the path of one that must stay: it is being copied
@@ -168,7 +168,7 @@ class Checkpointer:
     def remove_old(self) -> None:
         """Remove all checkpoints but the newest, and those that stay for good."""
         for old in complete(self.folder)[: -self.keep_last]:
-            is_imported = number(old) == 0  # training saves its first after step 1
+            is_imported = number(old) == 0  # the run begins from it: training saves none at step 0
             for_good = self.keep_every and number(old) % self.keep_every == 0
             if not is_imported and not for_good and old != self.in_use:
                 # Rename it first: a half-removed checkpoint must not look complete.

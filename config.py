@@ -1,4 +1,4 @@
-"""The settings of a model and of a run: typed dataclasses. A typo in a config file is an error.
+"""The settings of a model and of a run: typed dataclasses. A typo is an error.
 
 A later source wins over an earlier one:
 
@@ -207,6 +207,16 @@ class MPTConfig:
 LINEAR_LAYERS = list(MPTConfig(ffn_type="mptglu").linear_layers())
 
 
+def function_of(attn_impl: str) -> str:
+    """The function that an attention computes: "auto" for all of MPT's, or the name of a fork's."""
+    return "auto" if attn_impl in get_args(Kernel) else attn_impl
+
+
+def norm_of(norm_type: str) -> str:
+    """The function of a norm, whatever its precision."""
+    return norm_type.removeprefix("low_precision_")
+
+
 def stage_sizes(n_layers: int, stages: int) -> list[int]:
     """The number of blocks of each pipeline stage. If they do not divide, some have one more.
 
@@ -258,7 +268,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 
 EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
 TRACKERS = ["tensorboard", "wandb", "mlflow", "trackio"]  # see lifecycle/trackers.py
-# These have no effect without lora_rank, and those without data_format=chat.
+# The first have no effect without lora_rank, the second none without data_format=chat.
 ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
 CHAT_SETTINGS = "chat_template target_prompts target_responses packing".split()
 
@@ -336,7 +346,8 @@ class TrainConfig:
     remote: str = ""  # also keep the run in a store: s3://bucket/path, gs://, az://, file:///folder
     # --- lifecycle: trackers, resuming, bad steps, hangs
     track: str = ""  # send metrics to tensorboard, wandb, mlflow, trackio; to several: wandb,mlflow
-    resume: str = "auto"  # auto (continue), again (anew if finished), never (refuse), a checkpoint
+    # auto: go on; again: go on, anew if it is finished; never: refuse; or a checkpoint's path
+    resume: str = "auto"  # what to do if the run folder has checkpoints
     skip_steps: str = ""  # skip these steps' batches: 120:140 is steps 120 to 139 in metrics.jsonl
     max_bad_steps: Int[1, 10**6] = 10  # stop after so many non-finite losses or gradients in a row
     timeout_minutes: Float[1e-3, 10**6] = 30.0  # longest step, with evaluation; then the run ends
@@ -429,64 +440,10 @@ def step_ranges(text: str) -> list[range]:
     return ranges
 
 
-# The chunks of loss.py, of which planning/memory.py counts the bytes.
-CHUNK_BYTES = 64 * 2**20  # of a chunk's fp32 logits: 256 rows at V = 50368
+# The chunks of loss.py. They stand here, since planning/memory.py counts them without torch.
+CHUNK_BYTES = 64 * 2**20  # of a chunk's fp32 logits, at most: 256 rows at V = 50368
 GPU_ROWS = 4096  # of a chunk, at least: products of fewer rows leave parts of a GPU idle
 COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
-
-# --------------------------------------------------------------------------------------------------
-# The same model?
-
-# The settings that decide what a model computes.
-SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
-
-
-def differing(names: list[str], saved: dict, ours: dict) -> list[str]:
-    """A few words for each of the settings `names` that differs."""
-    return [f"{k} {saved[k]} (here {ours[k]})" for k in names if saved[k] != ours[k]]
-
-
-def different_functions(there: MPTConfig, here: MPTConfig) -> list[str]:
-    """The settings by which two models have other weight shapes or logits, in a few words each."""
-    theirs, ours = function_settings(there), function_settings(here)
-    return differing([name for name in theirs if name in ours], theirs, ours)
-
-
-def function_settings(cfg: MPTConfig) -> dict:
-    """The settings that decide the shapes and logits of a model, by name.
-
-    Settings that have no effect here are left out, such as rope_theta without rope.
-    """
-    values = comparable(dataclasses.asdict(cfg))
-    values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
-    has_effect = {
-        "attn_uses_sequence_id": False,
-        "alibi_bias_max": cfg.alibi,
-        "rope_theta": cfg.rope,
-        "max_seq_len": cfg.learned_positions,
-        "embedding_fraction": False,  # of gradients
-    }
-    return {name: values[name] for name in SAME_MODEL if has_effect.get(name, True)}
-
-
-def comparable(settings: dict) -> dict:
-    """The settings with one name for all ways to compute the same function.
-
-    A run may be resumed with another attention kernel, or with its norms in another precision.
-    """
-    attn_impl, norm_type = settings["attn_impl"], settings["norm_type"]
-    return settings | {"attn_impl": function_of(attn_impl), "norm_type": norm_of(norm_type)}
-
-
-def function_of(attn_impl: str) -> str:
-    """The function that an attention computes: "auto" for all of MPT's, or the name of a fork's."""
-    return "auto" if attn_impl in get_args(Kernel) else attn_impl
-
-
-def norm_of(norm_type: str) -> str:
-    """The function of a norm, whatever its precision."""
-    return norm_type.removeprefix("low_precision_")
-
 
 # --------------------------------------------------------------------------------------------------
 # Loading and saving

@@ -218,9 +218,9 @@ def schedule(shares: list[float]) -> tuple[np.ndarray, np.ndarray]:
     numbers = np.empty(length, np.int64)
 
     def deadline(k: int) -> int:
-        """Source k falls behind unless one more of the first so many samples is from it.
+        """Among so many first samples, source k with the share p needs one more: n p >= count + 1.
 
-        That is ceil((count + 1) / p).
+        That is n = ceil((count + 1) / p), in whole numbers.
         """
         return -(-(counts[k] + 1) * length // parts[k])
 
@@ -466,8 +466,10 @@ def make_batch(rows, cfg: TrainConfig, dp_rank: int) -> Batch:
 
     hash_of_rows = batch_hash(rows, dp_rank)
     size = microbatch_rows(len(rows), cfg)
-    if cfg.compile is True:  # fill up the last microbatch: of these rows nothing is learned
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % size), value=~0)
+    if cfg.compile is True:  # a compiled block takes full microbatches: fill up the last one
+        missing = -len(rows) % size
+        # ~0 is id 0, not learned: see `inputs_and_labels`.
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing), value=~0)
     ids, labels = inputs_and_labels(rows)
     counts = torch.stack([(labels != IGNORE).sum(), hash_of_rows])
     return Batch(list(zip(ids.split(size), labels.split(size), strict=True)), counts)

@@ -49,7 +49,7 @@ def main(argv) -> None:
     with Run(model_cfg, cfg, world, signals) as run:
         # data
         dataset = data.Dataset(run.prepare_data(), model_cfg, cfg)
-        vals = [part.val for part in dataset.parts]  # one; of a mixture that of each source
+        vals = [part.val for part in dataset.parts]  # one for each source of --mix, else one
 
         # where to begin: at the newest sound checkpoint, or at step 0
         run.find_start(dataset)

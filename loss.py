@@ -71,11 +71,12 @@ def chunk_loss(x, weight, labels, scale, z_loss, softcap, grad_x, grad_w):
     of_label = logits.gather(1, labels)
     probs = softmax_(logits)
     del logits
-    # probs = exp(logit - log_z); the largest is at least 1 / V, so its logarithm is precise
-    log_largest = probs.amax(-1, keepdim=True).log()
-    log_z = largest - log_largest
-    # Not logit - log_z, which rounds as large logits do.
-    log_prob = (of_label - largest) + log_largest
+    # The largest of the probabilities exp(logit - log_z) gives log_z. It is at least 1 / V, so its
+    # logarithm is precise.
+    log_max_prob = probs.amax(-1, keepdim=True).log()
+    log_z = largest - log_max_prob
+    # This is of_label - log_z, in an order in which no large numbers are rounded.
+    log_prob = (of_label - largest) + log_max_prob
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
     if grad_x is None and grad_w is None:
         return loss

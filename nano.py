@@ -204,7 +204,7 @@ def generate(model, ids, n_tokens):
         probabilities = model(ids[:, -seq_len:])[:, -1].softmax(dim=-1)
         ids = torch.cat([ids, torch.multinomial(probabilities, 1)], dim=1)
     with open(f"{data_dir}/tokenizer.json") as file:
-        tokens = json.load(file)["tokens"] + ["\n"]  # characters for bytes; the last id ends a text
+        tokens = json.load(file)["tokens"] + ["\n"]  # bytes as characters; "\n": a document's end
     return "".join(tokens[i] for i in ids[0]).encode("latin-1").decode(errors="replace")
 
 

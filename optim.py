@@ -66,6 +66,46 @@ def peak_rate(group: dict, cfg: TrainConfig):
     return group.get("peak_lr", cfg.lr)
 
 
+def learning_rate(step: int, cfg: TrainConfig) -> float:
+    """The learning rate of step 0, 1, 2, ...: the peak cfg.lr times the schedule's factor."""
+    return cfg.lr * rate_factor(step, cfg)
+
+
+def rate_factor(step: int, cfg: TrainConfig) -> float:
+    """The schedule's factor at step 0, 1, 2, ..., from 0 to 1.
+
+    With a warmup the factor of step 0 is 0, as in Composer: it changes no weight, but Adam's
+    running means take in its gradient.
+    """
+    if cfg.lr_one_step_late:
+        # Composer's schedulers run after the step, so its steps 0 and 1 both use factor(0).
+        step = max(step - 1, 0)
+    return SCHEDULES[cfg.schedule](step, cfg)
+
+
+def constant(t: int, cfg: TrainConfig) -> float:
+    """Linear to 1 over the warmup, then 1."""
+    return min(1.0, t / cfg.warmup_steps) if cfg.warmup_steps else 1.0
+
+
+def cosine(t: int, cfg: TrainConfig) -> float:
+    """Linear to 1 over the warmup, then half a cosine down to alpha_f at max_steps."""
+    if t < cfg.warmup_steps:
+        return t / cfg.warmup_steps
+    progress = min(1.0, (t - cfg.warmup_steps) / (cfg.max_steps - cfg.warmup_steps))
+    return cfg.alpha_f + (1 - cfg.alpha_f) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def inv_sqrt(t: int, cfg: TrainConfig) -> float:
+    """Linear to 1 over the warmup, then sqrt(warmup / t); with no warmup 1, 1, 1 / sqrt(2), ..."""
+    if t < cfg.warmup_steps:
+        return t / cfg.warmup_steps
+    return math.sqrt(max(1, cfg.warmup_steps) / max(1, t))
+
+
+SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}
+
+
 def require_peak_rates(optimizer: torch.optim.Optimizer, cfg: TrainConfig) -> None:
     """UserError if a group has another rate than cfg.lr, which no step would use."""
     for group in optimizer.param_groups:
@@ -109,46 +149,6 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer's class and the names of its state, like ADAMW. Checkpoints record it."""
     state_names = sorted({name for state in optimizer.state.values() for name in state})
     return f"{type(optimizer).__name__} ({', '.join(state_names)})"
-
-
-def learning_rate(step: int, cfg: TrainConfig) -> float:
-    """The learning rate of step 0, 1, 2, ...: the peak cfg.lr times the schedule's factor."""
-    return cfg.lr * rate_factor(step, cfg)
-
-
-def rate_factor(step: int, cfg: TrainConfig) -> float:
-    """The schedule's factor at step 0, 1, 2, ..., from 0 to 1.
-
-    With a warmup the factor of step 0 is 0, as in Composer: it changes no weight, but Adam's
-    running means take in its gradient.
-    """
-    if cfg.lr_one_step_late:
-        # Composer's schedulers run after the step, so its steps 0 and 1 both use factor(0).
-        step = max(step - 1, 0)
-    return SCHEDULES[cfg.schedule](step, cfg)
-
-
-def constant(t: int, cfg: TrainConfig) -> float:
-    """Linear to 1 over the warmup, then 1."""
-    return min(1.0, t / cfg.warmup_steps) if cfg.warmup_steps else 1.0
-
-
-def cosine(t: int, cfg: TrainConfig) -> float:
-    """Linear to 1 over the warmup, then half a cosine down to alpha_f at max_steps."""
-    if t < cfg.warmup_steps:
-        return t / cfg.warmup_steps
-    progress = min(1.0, (t - cfg.warmup_steps) / (cfg.max_steps - cfg.warmup_steps))
-    return cfg.alpha_f + (1 - cfg.alpha_f) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def inv_sqrt(t: int, cfg: TrainConfig) -> float:
-    """Linear to 1 over the warmup, then sqrt(warmup / t). Without one 1, 1, 1 / sqrt(2), ..."""
-    if t < cfg.warmup_steps:
-        return t / cfg.warmup_steps
-    return math.sqrt(max(1, cfg.warmup_steps) / max(1, t))
-
-
-SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}
 
 
 def demonstrate(argv) -> None:

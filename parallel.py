@@ -463,11 +463,11 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 def cast_weights_once(model: MPT, precision: str, n_microbatches: int) -> Iterator[None]:
     """A context for all microbatches of a step, in which linear layers have bf16 weights.
 
-    One process alone, in bf16: autocast would cast every weight again in each microbatch, and each
-    gradient back. Here a bf16 copy stands in the weight's place, and its gradients are added to the
-    weight's own, in fp32: the same roundings (B of an adapter has one more), and 14 bytes of
-    traffic less for each weight and further microbatch. (`fully_shard` does so with the weights
-    that it gathers.) Not cast here:
+    For one process alone. Autocast would cast each fp32 weight to bf16 in every microbatch, and
+    each gradient back. Here one bf16 copy stands in the weight's place for the whole step, and its
+    gradients are added to the weight's own in fp32. Results are rounded as with autocast (the B of
+    an adapter once more), and each microbatch after the first moves 14 bytes less per weight.
+    `fully_shard` does the same with the weights that it gathers. Not cast here:
 
         a single microbatch     casts nothing twice
         recomputed blocks       the graph does not keep their copies, so memory would grow

@@ -3,7 +3,7 @@
     0     success, or --help
     1     a bug: the traceback is printed. torchrun exits with 1 whatever its ranks exit with
     2     user error, missing file, full disk, too little memory: one line that says what to do
-    75    the run is not finished: start it again as it was (fsdp_train.py under torchrun or SLURM)
+    75    the run is not finished, or not in its store: start it again as it was (fsdp_train.py)
     130   Ctrl-C
     141   the reader of the output is gone, as in `python plan.py ... | head -1`
 

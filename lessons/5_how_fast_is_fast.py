@@ -185,7 +185,7 @@ def training_step(checkpointing: str):
     """A function that does one step of forward, backward and AdamW, in fp32."""
     settings = TrainConfig(activation_checkpointing=checkpointing)
     mpt = model.MPT(small)
-    model.init_weights(mpt, seed=0)  # others may give gradients near 0, which are slow on a CPU
+    model.init_weights(mpt, seed=0)  # else the loss and its gradients are near 0: slow on a CPU
     parallel.recompute(mpt, settings)
     optimizer = optim.build_optimizer(mpt.named_parameters(), settings)
 

@@ -17,13 +17,14 @@ import flops
 import optim
 import parallel
 import processes
-from config import MPTConfig, TrainConfig, differing
+from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from lifecycle.resume import OPTIMIZER_SETTINGS, Start
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, require
 from storage import files
+from storage.checkpoint_files import differing
 
 
 def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:

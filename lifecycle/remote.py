@@ -211,18 +211,21 @@ class Mirror:
         """Whether this rank copies no checkpoint now."""
         return self.wanted is None
 
+    def newest_here(self) -> Path | None:
+        """The newest checkpoint of the run folder."""
+        if self.checkpointer and self.checkpointer.published is not None:
+            return self.checkpointer.folder / f"step-{self.checkpointer.published}"
+        return latest(self.folder)
+
     def copy_newest(self) -> None:
         """Want the newest checkpoint in the store, unless another one is being copied."""
         if not self.lease or not self.settled():
             return
-        if self.checkpointer and self.checkpointer.published is not None:
-            newest = self.checkpointer.folder / f"step-{self.checkpointer.published}"
-        else:
-            newest = latest(self.folder)
+        newest = self.newest_here()
         if newest == self.newest:
             return
-        self.newest = self.wanted = newest
         self.failure = None
+        self.newest = self.wanted = newest
         if self.checkpointer:
             self.checkpointer.in_use = newest  # until it is copied, it is not deleted
         self.wake.set()
@@ -290,7 +293,10 @@ class Mirror:
                 self.copy_record()
         self.copy_record()
         remote_checkpoints.publish(self.store, path, name)
-        remote_checkpoints.prune(self.store, name, self.cfg.keep_last, self.cfg.keep_every)
+        try:
+            remote_checkpoints.prune(self.store, name, self.cfg.keep_last, self.cfg.keep_every)
+        except (UserError, OSError) as error:
+            program.print_error(f"old checkpoints stay in the store: {error}", "remote")
 
     # --- the end
 
@@ -299,30 +305,41 @@ class Mirror:
 
         Returns why it is not in the store then, as an error.
         """
-        self.copy_newest()
-        if not self.newest or self.lease.lost:
+        last = self.newest_here()
+        if not last:
             return None
+        self.copy_newest()
         if self.thread is None:  # the run had all its steps
-            self.first_step = number(self.newest)
+            self.first_step = number(last)
             self.start()
         begin, said = time.monotonic(), False
-        while self.wanted and not self.lease.lost and time.monotonic() < begin + seconds:
+        while not self.has_tried(last) and not self.lease.lost:
+            if time.monotonic() > begin + seconds:
+                break
             time.sleep(0.02)
             if not said and time.monotonic() > begin + 0.5:
-                what = f"copying {self.newest.name} to {self.store.url}"
+                what = f"copying {last.name} to {self.store.url}"
                 print(f"{what}: waiting at most {seconds:g} s", flush=True)
                 said = True
             self.copy_newest()
         self.closing.set()
         self.wake.set()
-        missing = f"{self.newest.name} is not in {self.store.url}"
-        if self.wanted:
-            return StartAgain(f"{missing} yet: the same command copies the rest", True)
+        missing = f"{last.name} is not in {self.store.url}"
+        same_command = "the same command" + " with --resume=auto" * (self.cfg.resume != "auto")
+        if not self.has_tried(last):
+            if self.lease.lost:
+                return UserError(f"{missing}: {self.lease.lost}", on_all_ranks=True)
+            return StartAgain(f"{missing} yet: {same_command} copies the rest", on_all_ranks=True)
         self.thread.join(WAIT_STOPPED)
         self.copy()  # the end of the record
         if self.failure:
-            return UserError(f"{missing}: {self.failure}. The same command copies it", True)
+            words = f"{missing}: {self.failure}. After that, {same_command} copies it"
+            return UserError(words, on_all_ranks=True)
         return None
+
+    def has_tried(self, path: Path) -> bool:
+        """Whether this checkpoint is in the store, or never will be: then `failure` says why."""
+        return self.newest == path and self.settled()
 
     def end_together(self, is_stopped: bool) -> None:
         """All ranks have agreed to end now: the last checkpoint may be waited for."""

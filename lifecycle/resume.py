@@ -24,19 +24,17 @@ import optim
 import processes
 import program
 from checkpoint import find, latest, number, numbered, verify
-from config import (
-    SAME_MODEL,
-    MPTConfig,
-    TrainConfig,
-    comparable,
-    different_functions,
-    differing,
-    step_ranges,
-)
+from config import MPTConfig, TrainConfig, step_ranges
 from lifecycle import runlog
 from program import UserError, require
 from storage import checkpoint_files
-from storage.checkpoint_files import read_meta
+from storage.checkpoint_files import (
+    SAME_MODEL,
+    comparable,
+    different_functions,
+    differing,
+    read_meta,
+)
 
 # What must not change when a run is resumed, beside the model: the order of the data.
 SAME_RUN = ["seed", "global_batch_size"]

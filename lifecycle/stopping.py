@@ -7,8 +7,9 @@
     exit status    0 done    2 user error    75 resume me: start the same command again
                    130 Ctrl-C    141 whatever read the output has exited
 
-A run exits with 75 after SIGTERM and SIGUSR1, when memory runs out, and when a rank is lost or
-hangs. torchrun itself exits with 1 whenever a rank's status is not 0.
+A run exits with 75 after SIGTERM and SIGUSR1, when memory runs out, when a rank is lost or hangs,
+and when its last checkpoint is not in its store yet. torchrun itself exits with 1 whenever a rank's
+status is not 0.
 
 This file does not import PyTorch: fsdp_train.py calls `while_loading` before it does so itself,
 which takes seconds.

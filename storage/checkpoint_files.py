@@ -24,6 +24,7 @@ import re
 import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -41,7 +42,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import config
 import program
-from config import MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig, function_of, norm_of
 from launch import parser
 from program import UserError, require
 from storage import files
@@ -196,6 +197,54 @@ def read_adapter_settings(path: Path) -> TrainConfig | None:
     saved = {name: meta[name] for name in (*names, "rslora", "init_from") if name in meta}
     cfg = config.from_dict(TrainConfig, saved, f"{path}/meta.json")
     return cfg if cfg.lora_rank else None
+
+
+# --------------------------------------------------------------------------------------------------
+# The same model?
+#
+# A run goes on if the settings SAME_MODEL are equal: `differing`. Another run may start from its
+# weights if the two models compute the same function of a text: `different_functions`.
+
+# The settings that decide what a model computes, in training, too.
+SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
+
+
+def differing(names: list[str], saved: dict, ours: dict) -> list[str]:
+    """A few words for each of the settings `names` that differs."""
+    return [f"{k} {saved[k]} (here {ours[k]})" for k in names if saved[k] != ours[k]]
+
+
+def different_functions(there: MPTConfig, here: MPTConfig) -> list[str]:
+    """The settings by which two models have other weight shapes or logits, in a few words each."""
+    theirs, ours = function_settings(there), function_settings(here)
+    return differing([name for name in theirs if name in ours], theirs, ours)
+
+
+def function_settings(cfg: MPTConfig) -> dict:
+    """The settings that decide the shapes and logits of a model, by name.
+
+    Settings that have no effect here are left out, such as rope_theta without rope.
+    """
+    values = comparable(asdict(cfg))
+    values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
+    has_effect = {
+        "attn_uses_sequence_id": False,  # hides other documents; one text has none
+        "alibi_bias_max": cfg.alibi,
+        "rope_theta": cfg.rope,
+        "max_seq_len": cfg.learned_positions,
+        "embedding_fraction": False,  # of gradients
+    }
+    return {name: values[name] for name in SAME_MODEL if has_effect.get(name, True)}
+
+
+def comparable(settings: dict) -> dict:
+    """The settings with one name for all ways to compute the same function.
+
+    A run may be resumed with another attention kernel, or with its norms in another precision.
+    """
+    attn_impl, norm_type = settings["attn_impl"], settings["norm_type"]
+    same = {"attn_impl": function_of(attn_impl), "norm_type": norm_of(norm_type)}
+    return settings | same
 
 
 # --------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Store:
 
     def __init__(self, url: str, tries: int = TRIES):
         check_url(url)
-        check_variables()
+        check_variables(url)
         self.url, self.tries = url.rstrip("/"), tries
         self.is_down = False  # and has said so
         obstore = import_obstore()
@@ -317,15 +317,16 @@ def cause(text: str) -> str:
     return f"the store answers {answer}" if answer else "the store fails"
 
 
-def check_variables() -> None:
-    """UserError for a variable that is no address or region: the client would crash."""
+def check_variables(url: str) -> None:
+    """UserError for an address or a region with which the client may crash."""
     for name, value in os.environ.items():
         require(
             not ENDPOINTS.fullmatch(name) or HTTP.fullmatch(value),
             f"{name} is not an address: set it to http://HOST:PORT or https://HOST, or unset it",
         )
         require(
-            not REGIONS.fullmatch(name) or re.fullmatch(r"[\w-]*", value, re.ASCII),
+            not (url.startswith("s3:") and REGIONS.fullmatch(name))
+            or re.fullmatch(r"[\w.-]*", value, re.ASCII),
             f"{name} is not a region: set it to one such as us-east-1, or unset it",
         )
 

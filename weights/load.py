@@ -30,12 +30,18 @@ import checkpoint
 import lora
 import parallel
 import tensor_parallel
-from config import MPTConfig, TrainConfig, different_functions, function_of
+from config import MPTConfig, TrainConfig, function_of
 from model import MPT
 from processes import rank_zero_decides
 from program import UserError, arguments, require, run, say_once, shell
 from storage import checkpoint_files
-from storage.checkpoint_files import checksum, read_checksums, read_metadata, require_weights
+from storage.checkpoint_files import (
+    checksum,
+    different_functions,
+    read_checksums,
+    read_metadata,
+    require_weights,
+)
 from tensor_parallel import Team, layout_of
 from text import sources
 from text import tokenizer as tokenizers

@@ -180,6 +180,36 @@ def test_who_has_lost_the_remote_changes_nothing_there(tmp_path, there):
     assert steps(there) == [6]
 
 
+@pytest.mark.parametrize("resume", ["auto", "again"])
+def test_what_a_run_says_of_a_last_checkpoint_that_is_not_there(tmp_path, there, resume, capfd):
+    """It is an error, but for a run that was stopped: that keeps its exit status."""
+    mirror = mirror_of(tmp_path / "a", there)
+    mirror.cfg.resume = resume
+    made_up(tmp_path / "a", 4)
+    mirror.last_seconds = 0.2
+    with mock.patch.object(
+        remote_checkpoints, "publish", side_effect=object_store.StoreError("x", True)
+    ):
+        mirror.__exit__(SystemExit)
+    said = capfd.readouterr().err
+    assert "remote: step-4 is not in file://" in said
+    assert ("the same command with --resume=auto copies the rest" in said) == (resume != "auto")
+
+    mirror = mirror_of(tmp_path / "a", there)
+    mirror.last_seconds = 2
+    mirror.lease.lost = "it is now owned by another run"
+    with pytest.raises(
+        UserError, match="step-4 is not in .* it is now owned by another run"
+    ) as lost:
+        mirror.__exit__()
+    assert lost.value.status == 2
+
+    mirror = mirror_of(tmp_path / "a", there)
+    mirror.last_seconds = 60
+    mirror.__exit__()
+    assert steps(there) == [4]
+
+
 # --------------------------------------------------------------------------------------------------
 # Runs
 
@@ -373,7 +403,7 @@ def test_what_is_not_in_the_store_at_the_end_the_same_command_copies(ranks, in_s
     prepare = functools.partial(impatient, store.variables)
     folder = in_store.folder()
     flags = {"folder": folder, "fault": prepare}
-    status, message, out = in_store.train(ranks(1), "--max_steps=8", **flags)
+    status, message, out = in_store.train(ranks(2), "--max_steps=8", **flags)
     assert status == expected and all(each in message + out for each in words), message
     assert ("waiting at most 1 s" in out) == is_waited_for
     store.proxy.fault = lambda method, path: None
