@@ -11,6 +11,8 @@ any code when `pickle.load` reads it. So our `Unpickler` knows the names that DC
 others. DCP gets the result only if it makes sense: plain file names, pieces that lie within their
 files and cover their tensors. The pieces are read with weights_only=True.
 
+Whether the saved settings are those of another model is decided here, too: `different_functions`.
+
 Run `python -m storage.checkpoint_files runs/demo/checkpoints/step-200` to check a checkpoint and
 list its tensors.
 """
