@@ -302,14 +302,15 @@ def end_with_thread(failure) -> None:
 def report_user_error(error: BaseException) -> None:
     """Print the line of an error, once if all ranks share it.
 
-    Other ranks wait 10 seconds before they print: if rank 0 fails as well, its line is enough, and
-    torchrun ends the others in the meantime.
+    The other ranks wait for rank 0, up to 10 seconds. torchrun ends all ranks as soon as one has
+    ended, so rank 0 has to print its line before that; and if it fails as well, its line is enough.
     """
     if program.rank() == 0:
         program.print_error(error)
-    elif not getattr(error, "on_all_ranks", False):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends
-        time.sleep(10)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends
+    time.sleep(10)
+    if not getattr(error, "on_all_ranks", False):
         program.print_error(error, f"error on rank {program.rank()}")
 
 

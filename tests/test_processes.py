@@ -18,7 +18,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PATIENCE, ROOT, clean_environment, rooms_on_path, slowly
+from conftest import (
+    PATIENCE,
+    ROOT,
+    TORCHRUN,
+    clean_environment,
+    launch,
+    rooms_on_path,
+    slowly,
+)
 from launches import Job, wait_for
 from test_stopping import workers
 
@@ -301,6 +309,32 @@ def test_an_error_of_one_rank_before_the_loop_ends_all_with_its_status(tmp_path)
     with Job(tmp_path, 2, fail_alone) as job:
         assert job.wait() == [2, 2]
         assert job.errors() == ["error on rank 1: my disk is full"]
+
+
+LATE = """
+import time
+import processes, program
+
+def main(argv):
+    raise program.UserError("the store is gone", on_all_ranks=True)
+
+def late(*words):
+    time.sleep(3)
+    print_error(*words)
+
+print_error = program.print_error
+program.print_error = late
+processes.run(main)
+"""
+
+
+@pytest.mark.slow
+def test_the_line_of_all_ranks_is_printed_before_torchrun_ends_rank_0(tmp_path):
+    """It ends all ranks when the first one has ended, and rank 0, which prints, may be late."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = launch([*TORCHRUN, "2"], tmp_path, [], tmp_path / "late.py")
+    assert "error: the store is gone" in done.stderr.splitlines()
+    assert "rank      : 0 (local_rank: 0)\n  exitcode  : 2 " in done.stderr
 
 
 # -------------------------------------------------------------------------------------------------

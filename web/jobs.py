@@ -556,7 +556,7 @@ def delete_model(service, name: str) -> None:
                 raise ApiError(400, f"its job {job.id} has not ended: cancel it, or wait")
     with on_disk():
         remove(finetuning.folder / "models" / name, folder)
-    catalog.look(name)  # it is no model any more
+        catalog.scan()  # neither it nor its checkpoints are models any more
 
 
 def remove(path: Path, folder: Path) -> None:

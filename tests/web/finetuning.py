@@ -44,7 +44,7 @@ def client_of(
     )
     finetuning.make_folders()
     service = Service(
-        Catalog("base", folder / "jobs/models", read=lambda path: None, check=None),
+        Catalog("base", folder / "jobs/models", lambda path: None, lambda path, adapter: None),
         template=chat.load_template("", {}),
         tokenizer=tokenizers.load("bytes"),
         finetuning=finetuning,

@@ -541,7 +541,9 @@ def test_jobs_and_models_are_deleted(tmp_path):
     for job in (failed, done):
         assert delete(f"{JOBS}/{job.id}") == 200 and delete(f"{JOBS}/{job.id}") == 404
     assert not failed.run_dir.exists() and run_dir.exists()
+    assert f"{run_dir.name}/checkpoints/step-10" in client.get("/v1/models").text
     assert delete(f"/v1/models/{run_dir.name}") == 200 and not run_dir.exists()
+    assert run_dir.name not in client.get("/v1/models").text  # nor its checkpoints
     assert delete(f"/v1/models/{run_dir.name}") == 404
     assert os.listdir(tmp_path / "jobs/jobs") == [waiting.id]
     assert os.listdir(tmp_path / "jobs/models") == [waiting.run_dir.name]
